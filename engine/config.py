@@ -1,0 +1,56 @@
+"""The engine's configuration: one frozen object, validated here, with the unit and reason of every default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagetier.kvstore.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a core needs to know beyond the model.
+
+    block_size: tokens per KV block; 16 wastes little on short tails and keeps records of small models at 360 KiB.
+    num_blocks: device pool size in blocks; set from memory by the caller (kv_cache_memory / bytes per block).
+    max_num_seqs: running requests; 64 is past the knee of batch throughput on a small CPU.
+    max_num_batched_tokens: the step's token budget; 512 keeps a step near 0.2 s for a 135M model on two cores.
+    max_model_len: longest prompt + output in tokens.
+    pipeline_depth: batches in flight; 2 plans step N+1 while step N runs.
+    max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
+    paranoid: run every `check()` after every step and poison fresh blocks.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    pipeline_depth: int = 2
+    max_num_queued_reqs: int = 1024
+    seed: int = 0
+    paranoid: bool = False
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("--block-size", self.block_size in (1, 2, 4, 8, 16, 32, 64, 128), "a power of two from 1 to 128"),
+            ("--kv-cache-memory", self.num_blocks >= 1, "room for at least one block"),
+            ("--max-num-seqs", self.max_num_seqs >= 1, "at least 1"),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens >= 1, "at least 1"),
+            ("--max-model-len", self.max_model_len >= 2, "at least 2"),
+            ("--max-num-queued-reqs", self.max_num_queued_reqs >= 1, "at least 1"),
+            ("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2"),
+        ):
+            if not ok:
+                field = name.lstrip("-").replace("-", "_")
+                raise ConfigError.bad_value(name, getattr(self, field, self.num_blocks), allowed)
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill needs --max-num-batched-tokens >= --max-model-len "
+                f"({self.max_num_batched_tokens} < {self.max_model_len}); raise the one or lower the other"
+            )

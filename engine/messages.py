@@ -1,0 +1,47 @@
+"""What crosses between the API side and the engine core: requests down, tokens up. Plain data, msgpack-able."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagetier.engine.batch import TokenLogprobs
+from pagetier.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to continue.
+
+    keys: the 32-byte keys of the prompt's full blocks, concatenated, hashed by the API side under the engine's domain,
+    block size and `cache_salt`; empty: the core hashes them itself. choice: index among the n choices of one API request.
+    eos_token_ids end it unless `params.ignore_eos`. priority: lower runs first.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    keys: bytes = b""
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New tokens of one request after a step.
+
+    finish_reason: None while running; stop, length, abort or error. stop_token_id: the id that ended it, if one did
+    (it is the last of token_ids). cached_tokens: prompt tokens not computed, by the tier that served them, set on the
+    first output and every later one. error: one line, with finish_reason error.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    error: str = ""

@@ -1,0 +1,61 @@
+"""How one request wants its tokens chosen and when it ends. Validated where it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagetier.kvstore.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """vLLM's names and meanings.
+
+    temperature: 0 is greedy. top_k: 0 or -1 is all. seed: None draws one per request. max_tokens: None is up to the
+    model's length. logprobs: number of top alternatives to report, None for none. stop: strings that end the text and
+    are not part of it. stop_token_ids: ids that end it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 to 100"),
+            ("top_k", self.top_k >= -1, "-1 (all), 0 (all) or a count"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0, at most 100"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or 1 << 31), "0 to max_tokens"),
+            ("n", 1 <= self.n <= 128, "1 to 128"),
+            ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
+            ("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings"),
+        ):
+            if not ok:
+                raise ConfigError.bad_value(name, getattr(self, name), allowed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

@@ -1,0 +1,106 @@
+"""The contract every lower tier keeps (memory, host, nvme, redis); `tests/kvstore/tier_contract.py` checks it.
+
+A tier moves records between its medium and caller-owned buffers. It knows nothing of requests, pins or other tiers.
+All calls block and come from the store's byte threads (any number at once); none raises for a miss, a fault of the
+medium or a deadline: those are statuses. Deadlines are absolute `time.monotonic()` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Read record (name, part) into `destination` (writable, exactly the payload's size)."""
+
+    name: BlockName
+    part: Part
+    destination: memoryview
+
+    @property
+    def address(self) -> Address:
+        return Address(self.name.key, self.part)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """Write `source` (readable, the whole payload) as record (name, part). The source is stable until `put` returns."""
+
+    name: BlockName
+    part: Part
+    source: memoryview
+
+    @property
+    def address(self) -> Address:
+        return Address(self.name.key, self.part)
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """A tier's own account. Counts since start; `blocks` and `nbytes` are present values."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    capacity_bytes: int = 0
+    evictions: int = 0
+    errors: int = 0
+    corrupt: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class Tier(Protocol):
+    """One lower tier. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """`host`, `nvme`, `redis` or `memory`."""
+
+    @property
+    def answers_at_once(self) -> bool:
+        """True when `lookup` does no I/O, so that the engine's thread may call it."""
+
+    def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
+        """Number of leading addresses that are present. A hint: a record may be gone by the time it is read.
+
+        Raises TierUnavailable when the medium does not answer in time.
+        """
+
+    def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
+        """Fill each destination; a status per read: OK, MISS, CORRUPT, TIMEOUT or ERROR.
+
+        A destination whose status is not OK holds undefined bytes. Once `get` returned, no destination is written.
+        Header, tokens, parent, domain and checksum were verified for every OK.
+        """
+
+    def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
+        """Store each record; a status per write: OK, EXISTS, DROPPED, TIMEOUT or ERROR.
+
+        A record becomes visible to `lookup` only when it is complete, in whole, and never after a failure.
+        """
+
+    def touch(self, addresses: Sequence[Address]) -> None:
+        """Renew recency of a chain, given head first; the tail is touched first so no parent is colder than its child."""
+
+    def delete(self, addresses: Sequence[Address]) -> int:
+        """Remove records; how many were there. Best effort, never raises."""
+
+    def put_identity(self, domain: bytes, encoded: bytes) -> None:
+        """Keep the encoded CacheIdentity of `domain` beside its records. Best effort, never raises."""
+
+    def identities(self) -> dict[bytes, bytes]:
+        """Domain -> encoded CacheIdentity of all that are stored here."""
+
+    def counters(self) -> TierCounters:
+        """The tier's account. No I/O."""
+
+    def check(self) -> None:
+        """Raise AssertionError, with ids, when an invariant of the tier's own state is broken."""
+
+    def close(self) -> None:
+        """Flush what is buffered and let go of files and connections. Idempotent."""
