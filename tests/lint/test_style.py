@@ -1,0 +1,94 @@
+"""What ruff and mypy do not check of the style: sizes, file names, reasons beside broad excepts, environment reads."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.lint.source_tree import ROOT, is_generated, product_files, relative, suite_files, tree_of
+
+MAX_FUNCTION_LINES = 80
+MAX_KERNEL_LINES = 150
+MAX_FILE_LINES = 600
+NO_NOUNS = {"utils.py", "util.py", "common.py", "helpers.py", "helper.py", "misc.py"}
+BROAD = {"Exception", "BaseException"}
+# Where the environment may be read; `places.py` finds the cache folder, the command lines hand flags' defaults down.
+ENVIRONMENT_READERS = {"config.py", "places.py", "cli.py"}
+
+
+def checked_files() -> Iterator[Path]:
+    yield from (path for path in (*product_files(), *suite_files()) if not is_generated(path))
+
+
+def function_limit(path: Path) -> int:
+    return MAX_KERNEL_LINES if path.is_relative_to(ROOT / "kernels") else MAX_FUNCTION_LINES
+
+
+def has_reason(lines: list[str], line: int) -> bool:
+    """Whether source line `line` (from 1) ends in a comment that is more than a lint mark, or the next one is one."""
+    comments = [lines[line - 1].partition("#")[2]]
+    if line < len(lines) and lines[line].strip().startswith("#"):
+        comments.append(lines[line])
+    return any(re.sub(r"noqa(: ?[A-Z0-9, ]+)?|type: ignore\S*|[#\s]", "", comment) for comment in comments)
+
+
+def names_in(node: ast.expr | None) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} if node is not None else set(BROAD)
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{relative(path)}:{node.lineno} {node.name} has {length} lines, at most {function_limit(path)}"
+        for path in checked_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > function_limit(path)
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_files_are_short() -> None:
+    long = {
+        relative(path): num for path in checked_files() if (num := len(path.read_text().splitlines())) > MAX_FILE_LINES
+    }
+    assert not long, f"more than {MAX_FILE_LINES} lines: {long}"
+
+
+def test_a_file_is_a_noun() -> None:
+    vague = [relative(path) for path in checked_files() if path.name in NO_NOUNS]
+    assert not vague, f"name these for what they hold: {vague}"
+
+
+def test_broad_excepts_say_why() -> None:
+    silent = []
+    for path in checked_files():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler) and names_in(node.type) & BROAD:
+                if node.type is None or not has_reason(lines, node.lineno):
+                    silent.append(f"{relative(path)}:{node.lineno}")
+    assert not silent, f"no reason given beside a broad except: {silent}"
+
+
+def test_the_environment_is_read_in_few_places() -> None:
+    readers = [
+        f"{relative(path)}:{node.lineno}"
+        for path in product_files()
+        if path.name not in ENVIRONMENT_READERS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and "os" in names_in(node.value)
+    ]
+    readers = [where for where in readers if not where.startswith("benchmarks/")]
+    assert not readers, f"read the environment in a folder's config.py, not in {readers}"
+
+
+def test_a_reason_is_told_from_a_lint_mark() -> None:
+    lines = [
+        "except Exception:  # noqa: BLE001",
+        "except Exception:  # the thread's edge",
+        "except Exception:",
+        "# why",
+    ]
+    assert [has_reason(lines, line) for line in (1, 2, 3)] == [False, True, True]
