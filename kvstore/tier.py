@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 
@@ -29,7 +29,9 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    """Write `source` (readable, the whole payload) as record (name, part). The source is stable until `put` returns."""
+    """Write `source` (readable, the whole payload) as record (name, part). The source is stable until `put`
+    returns.
+    """
 
     name: BlockName
     part: Part
@@ -85,7 +87,9 @@ class Tier(Protocol):
         """
 
     def touch(self, addresses: Sequence[Address]) -> None:
-        """Renew recency of a chain, given head first; the tail is touched first so no parent is colder than its child."""
+        """Renew recency of a chain, given head first; the tail is touched first so no parent is colder than its
+        child.
+        """
 
     def delete(self, addresses: Sequence[Address]) -> int:
         """Remove records; how many were there. Best effort, never raises."""
@@ -104,3 +108,18 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Flush what is buffered and let go of files and connections. Idempotent."""
+
+
+@runtime_checkable
+class PinningTier(Protocol):
+    """What a tier adds when a lookup can hold its records against eviction until they were read (memory, host).
+
+    Pins are bounded by the tier, at half of its capacity: beyond, lookups answer shorter. A pin is not a use: it does
+    not renew recency. Deleting or quarantining a record ends its pins.
+    """
+
+    def pin(self, addresses: Sequence[Address]) -> int:
+        """Hold the leading present addresses, as far as the bound allows; how many. No I/O."""
+
+    def unpin(self, addresses: Sequence[Address]) -> None:
+        """Undo one `pin` of each; nothing for those that are gone. No I/O."""
