@@ -23,7 +23,9 @@ class Connector(Protocol):
     """
 
     def submit_lookup(self, blocks: Sequence[BlockName]) -> int:
-        """Ask for the longest stored prefix of a chain (head first); a ticket. What is found is pinned until `release`."""
+        """Ask for the longest stored prefix of a chain (head first); a ticket. What is found is pinned until
+        `release`.
+        """
 
     def submit_load(self, ticket: int, blocks: Sequence[BlockName], block_ids: Sequence[int]) -> int:
         """Load a leading run of the ticket's hit into device blocks; a job."""

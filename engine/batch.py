@@ -18,8 +18,8 @@ class SampleRow:
     """How to choose the next token after one logits row.
 
     position: of the token to be chosen (0-based in the sequence); with `seed` and `choice` it names the random number.
-    prompt_ids and output_ids are set only when `params.has_penalties`; `pending` says that the row of the previous step
-    whose token also belongs to the output but was not known at planning (-1: none).
+    prompt_ids and output_ids are set only when `params.has_penalties`; `pending` says that the row of the previous
+    step whose token also belongs to the output but was not known at planning (-1: none).
     """
 
     params: SamplingParams
@@ -46,8 +46,11 @@ class Batch:
     block_tables: per KV group (num_rows, max_blocks) block ids; unused entries are 0 and never read.
     logits_indices: (num_samples,) indices into tokens whose logits are wanted.
     samples: one SampleRow per logits index.
-    copies: (num_copies, 3) (source block, destination block, num_tokens): the first num_tokens slots of every layer and
+    copies: (num_copies, 3) (source block, destination block, num_tokens): the first num_tokens slots of every layer
+    and
         plane are copied before anything else of the step runs.
+    fresh_blocks: block ids allocated since the last step; `--paranoid` runners poison them first, so that a slot read
+        before it is written shows. Blocks that a load filled are not among them.
     request_ids: one per row; for diagnostics and the ledger only.
     """
 
@@ -62,6 +65,7 @@ class Batch:
     logits_indices: I32
     samples: tuple[SampleRow, ...]
     copies: I32
+    fresh_blocks: I32
     request_ids: tuple[str, ...]
 
     @property

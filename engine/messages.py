@@ -13,8 +13,8 @@ class EngineRequest:
     """One sequence to continue.
 
     keys: the 32-byte keys of the prompt's full blocks, concatenated, hashed by the API side under the engine's domain,
-    block size and `cache_salt`; empty: the core hashes them itself. choice: index among the n choices of one API request.
-    eos_token_ids end it unless `params.ignore_eos`. priority: lower runs first.
+    block size and `cache_salt`; empty: the core hashes them itself. choice: index among the n choices of one API
+    request. eos_token_ids end it unless `params.ignore_eos`. priority: lower runs first.
     """
 
     request_id: str

@@ -1,4 +1,6 @@
-"""The runner seam: a batch goes in, sampled tokens come out. Torch, the ledger of the tests, and later cores keep it."""
+"""The runner seam: a batch goes in, sampled tokens come out. Torch, the ledger of the tests, and later cores keep
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from pagetier.engine.batch import Batch, StepResult
 class Runner(Protocol):
     """Runs batches strictly in launch order and owns the device pool.
 
-    The pool of KV group g holds `num_blocks` blocks of `block_nbytes(g)` bytes, each contiguous. At most two batches are
-    outstanding (launched, not collected). When `collect` returns, every KV byte of that batch is in the pool.
+    The pool of KV group g holds `num_blocks` blocks of `block_nbytes(g)` bytes, each contiguous. At most two
+    batches are outstanding (launched, not collected). When `collect` returns, every KV byte of that batch is in the
+    pool.
     """
 
     def launch(self, batch: Batch) -> None:

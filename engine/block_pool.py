@@ -1,0 +1,82 @@
+"""Who holds which device block: reference counts, the free list, and eviction from the prefix index when it runs dry.
+
+Every block is exactly one of: free, referenced, or cached (in the prefix index with no reference). A block in the free
+list is touched by no launched step, no load and no save: whoever may touch a block holds a reference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagetier.engine.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """Bookkeeping only; the bytes live with the runner. Owner: core thread."""
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self.num_referenced = 0
+        self._index = index
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: the most recently freed first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return len(self._free) + self._index.num_evictable
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Fresh blocks with one reference each, or None and no change. Evicts the coldest cached blocks if it must."""
+        missing = num_blocks - len(self._free)
+        if missing > 0:
+            freed = self._index.evict(missing)
+            if freed is None:
+                return None
+            self.num_evictions += len(freed)
+            self._free.extend(freed)
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._references[block] = 1
+        self.num_referenced += num_blocks
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block, which is referenced or cached."""
+        for block in blocks:
+            if self._references[block] == 0:
+                self._index.activate(block)
+                self.num_referenced += 1
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each; a block with none left stays cached if indexed, else it is free."""
+        for block in blocks:
+            count = self._references[block]
+            assert count > 0, f"block {block} released too often"
+            self._references[block] = count - 1
+            if count == 1:
+                self.num_referenced -= 1
+                if self._index.node_of(block) is not None:
+                    self._index.deactivate(block)
+                else:
+                    self._free.append(block)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def check(self) -> None:
+        """Raise AssertionError with ids when a block is in no state or in two."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        for block, count in enumerate(self._references):
+            node = self._index.node_of(block)
+            if block in free:
+                assert count == 0 and node is None, f"free block {block} has {count} references, node {node}"
+            elif count == 0:
+                assert node is not None, f"block {block} is lost"
+            if node is not None:
+                assert node.referenced == (count > 0), f"block {block}: index and pool disagree"
+        assert self.num_referenced == sum(1 for count in self._references if count), "num_referenced"
+        self._index.check()

@@ -1,0 +1,151 @@
+"""The engine core: requests in, tokens out, one step at a time. Ties scheduler, runner and connector together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pagetier.connectors.base import Connector
+from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.config import EngineConfig
+from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.plan import build_batch
+from pagetier.engine.prefix_index import PrefixIndex
+from pagetier.engine.runner.base import Runner
+from pagetier.engine.scheduler import Scheduler
+from pagetier.engine.transfers import Transfers
+from pagetier.kvstore.keys import hash_named
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """One model's engine. Every method belongs to one thread, which it blocks only while it waits for the runner.
+
+    root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
+    statistics. Closing closes the runner and the connector.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        connector: Connector | None,
+        *,
+        root_of: Callable[[str], bytes],
+        hash_name: str = "sha256",
+        block_nbytes: int = 0,
+        num_groups: int = 1,
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._connector = connector
+        self._num_groups = num_groups
+        self._block_nbytes = block_nbytes
+        index = PrefixIndex(config.block_size)
+        pool = BlockPool(config.num_blocks, index)
+        transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
+        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name))
+        self._closed = False
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. One that can never run is answered with finish reason `error` by the next step."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; their last output, finish reason `abort`, comes with the next step. Unknown ids are
+        ignored.
+        """
+        self.scheduler.abort(request_ids)
+
+    def step(self) -> list[TokenOutput]:
+        """Poll, plan, launch and, when the pipeline is full or dry, commit. Returns at once if nothing can be done
+        now.
+        """
+        self.scheduler.poll_transfers()
+        plan = self.scheduler.plan()
+        outputs = self.scheduler.take_ended()
+        try:
+            if plan is not None:
+                self._runner.launch(build_batch(plan, self.config.block_size, self._num_groups))
+            launched = self.scheduler.launched
+            if launched and (plan is None or len(launched) >= self.config.pipeline_depth):
+                result = self._runner.collect()
+                outputs += self.scheduler.commit(launched[0], result)
+        except Exception as error:  # the runner's boundary: its requests end with an error, the engine goes on
+            logger.exception("a step failed; its requests end with an error")
+            outputs += self._fail(error)
+        if self.config.paranoid:
+            self.check()
+        return outputs
+
+    def _fail(self, error: Exception) -> list[TokenOutput]:
+        for _ in range(len(self.scheduler.launched)):
+            try:
+                self._runner.collect()
+            except Exception as other:  # noqa: BLE001 - draining; the first error is the one to report
+                logger.debug("while draining: %s", other)
+        return self.scheduler.fail_launched(f"the model step failed: {type(error).__name__}: {error}")
+
+    def has_work(self) -> bool:
+        """Whether `step` has, or will have, something to do without new requests."""
+        scheduler = self.scheduler
+        return bool(scheduler.num_unfinished or scheduler.launched or scheduler.transfers.holds_blocks)
+
+    @property
+    def waits_for_store(self) -> bool:
+        """Whether the next step could only wait for lower tiers; the caller may sleep a moment."""
+        scheduler = self.scheduler
+        return not scheduler.launched and not scheduler.running
+
+    def stats(self) -> dict[str, Any]:
+        """`lookup`, `tiers`, `preemptions` and `harmful_hits` of `GET /stats`, and `requests` by state."""
+        scheduler = self.scheduler
+        tiers = {"device": self._device_stats()}
+        tiers.update(self._connector.stats() if self._connector is not None else {})
+        for name, tier in tiers.items():
+            tier["hit_blocks"] = scheduler.hits.hit_blocks.get(name, 0)
+            tier["hit_tokens"] = scheduler.hits.hit_tokens.get(name, 0)
+            tier["hit_rate"] = scheduler.hits.rate(name)
+        return {
+            "lookup": scheduler.hits.as_dict(),
+            "tiers": tiers,
+            "preemptions": {"recompute": scheduler.num_preemptions, "swap": 0},
+            "harmful_hits": 0,
+            "requests": {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "loading": len(scheduler.loading),
+            },
+        }
+
+    def _device_stats(self) -> dict[str, Any]:
+        pool, index = self.scheduler.pool, self.scheduler.index
+        return {
+            "blocks": len(index),
+            "bytes": len(index) * self._block_nbytes,
+            "capacity_bytes": pool.num_blocks * self._block_nbytes,
+            "referenced_blocks": pool.num_referenced,
+            "evictions": pool.num_evictions,
+            "errors": 0,
+            "corrupt": 0,
+            "breaker": None,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError, with ids, when an invariant is broken."""
+        self.scheduler.check()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait for queued saves; whether all were written."""
+        return self._connector is None or self._connector.flush(timeout_s)
+
+    def close(self) -> None:
+        """Drop all requests, end the runner, let go of the store. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._runner.close()
+        if self._connector is not None:
+            self._connector.close()

@@ -1,0 +1,269 @@
+"""A radix tree over the *device* blocks of finished computation: which prefix of a prompt is already in the pool.
+
+Owns the tree, its recency and the choice of what to evict. Knows neither reference counts nor lower tiers: the
+block pool says when a block gains its first or loses its last reference. Nodes hold one full block each; children
+are found by their tokens, so a match is exact and needs no trust in a hash.
+
+Invariants (`check()`):
+ - a block is in at most one node, and `_nodes` maps exactly the blocks of the tree;
+ - `node.active` counts its own reference (0 or 1) plus its children with active > 0; a node is evictable iff it is 0,
+   hence a subtree below an evictable node is evictable as a whole;
+ - a parent is never colder than its child.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagetier.kvstore.block import TOKEN_BYTES, BlockName
+
+MAX_PARTIAL_CANDIDATES = 32  # siblings looked at for a partly matching block; bounds the time of a match
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One full block of the tree. `saved`: it was handed to the lower tiers and not refused."""
+
+    name: BlockName | None  # None: a root
+    block: int
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    by_first_token: dict[bytes, list[Node]] = field(default_factory=dict)
+    active: int = 0
+    referenced: bool = False
+    last_used: int = 0
+    saved: bool = False
+    attached: bool = True
+
+    def chain(self) -> list[Node]:
+        """From the first block to this one."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """nodes: fully matching blocks in order. partial: a block whose first `num_partial` tokens match further, or
+    None.
+    """
+
+    nodes: tuple[Node, ...]
+    partial: Node | None = None
+    num_partial: int = 0
+
+
+class PrefixIndex:
+    """See the module docstring. Owner: core thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._step = block_size * TOKEN_BYTES
+        self._roots: dict[bytes, Node] = {}
+        self._nodes: dict[int, Node] = {}
+        self._heap: list[tuple[int, int]] = []  # (last_used, block) of evictable leaves; stale entries are skipped
+        self._clock = 0
+        self._num_evictable = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that `evict` could free now."""
+        return self._num_evictable
+
+    def node_of(self, block: int) -> Node | None:
+        return self._nodes.get(block)
+
+    def match(self, root: bytes, tokens: bytes, max_tokens: int) -> Match:
+        """The longest indexed prefix of `tokens` (u32 LE), at most `max_tokens` long, part of the next block included.
+
+        Changes nothing; recency is renewed by `touch`.
+        """
+        node = self._roots.get(root)
+        nodes: list[Node] = []
+        if node is None or max_tokens <= 0:
+            return Match(())
+        step, position = self._step, 0
+        while position + self._block_size <= max_tokens:
+            start = position * TOKEN_BYTES
+            child = node.children.get(tokens[start : start + step])
+            if child is None:
+                break
+            nodes.append(child)
+            node, position = child, position + self._block_size
+        rest = tokens[position * TOKEN_BYTES : min(position + self._block_size, max_tokens) * TOKEN_BYTES]
+        partial, num_partial = self._best_partial(node, rest)
+        return Match(tuple(nodes), partial, num_partial)
+
+    def _best_partial(self, node: Node, rest: bytes) -> tuple[Node | None, int]:
+        best, best_length = None, 0
+        for child in node.by_first_token.get(rest[:TOKEN_BYTES], ())[:MAX_PARTIAL_CANDIDATES]:
+            assert child.name is not None
+            length = _common_tokens(child.name.tokens, rest)
+            if length > best_length:
+                best, best_length = child, length
+        return best, best_length
+
+    def insert(
+        self, chain: Sequence[BlockName], blocks: Sequence[int], first: int, end: int, tip: Node | None
+    ) -> list[Node]:
+        """Index blocks[first:end] under the names chain[first:end]; `tip` is the node of chain[first - 1] if known.
+
+        A name that is already indexed keeps its block; the caller's equal block stays private. Blocks that enter
+        must be referenced by the caller. Returns the nodes of chain[first:end].
+        """
+        start = first
+        if tip is None or not tip.attached:  # walk from the root, putting back what was evicted on the way
+            start, tip = 0, self._root(chain[0].root)
+        nodes = []
+        for i in range(start, end):
+            child = tip.children.get(chain[i].tokens)
+            if child is None:
+                assert blocks[i] not in self._nodes, f"block {blocks[i]} is indexed elsewhere"
+                child = self._add(tip, chain[i], blocks[i])
+            tip = child
+            if i >= first:
+                nodes.append(child)
+        self._renew(tip)
+        return nodes
+
+    def _root(self, root: bytes) -> Node:
+        node = self._roots.get(root)
+        if node is None:
+            node = self._roots[root] = Node(None, -1, None)
+        return node
+
+    def _add(self, parent: Node, name: BlockName, block: int) -> Node:
+        node = Node(name, block, parent)
+        parent.children[name.tokens] = node
+        parent.by_first_token.setdefault(name.tokens[:TOKEN_BYTES], []).append(node)
+        self._nodes[block] = node
+        self._num_evictable += 1
+        self.activate(block)
+        return node
+
+    def touch(self, node: Node) -> None:
+        """A request used the chain that ends in `node`."""
+        self._renew(node)
+
+    def _renew(self, tip: Node) -> None:
+        """Tail first, so that no parent is colder than its child."""
+        node = tip
+        while node.parent is not None:
+            self._clock += 1
+            node.last_used = self._clock
+            node = node.parent
+        self._offer(tip)
+
+    def activate(self, block: int) -> None:
+        """`block` gained its first reference."""
+        node = self._nodes[block]
+        assert not node.referenced, block
+        node.referenced = True
+        self._raise_active(node)
+
+    def _raise_active(self, node: Node | None) -> None:
+        while node is not None and node.parent is not None:
+            node.active += 1
+            if node.active > 1:
+                return
+            self._num_evictable -= 1
+            node = node.parent
+
+    def deactivate(self, block: int) -> None:
+        """`block` lost its last reference."""
+        node: Node | None = self._nodes[block]
+        assert node is not None and node.referenced, block
+        node.referenced = False
+        tip = node
+        while node is not None and node.parent is not None:
+            node.active -= 1
+            if node.active > 0:
+                break
+            self._num_evictable += 1
+            node = node.parent
+        self._offer(tip)
+
+    def _offer(self, node: Node) -> None:
+        """Make `node` a candidate for eviction if it can be one now."""
+        if node.active or node.children or node.parent is None:
+            return
+        heapq.heappush(self._heap, (node.last_used, node.block))
+        if len(self._heap) > 2 * len(self._nodes) + 64:  # mostly stale by now
+            leaves = (n for n in self._nodes.values() if not n.active and not n.children)
+            self._heap = [(n.last_used, n.block) for n in leaves]
+            heapq.heapify(self._heap)
+
+    def evict(self, num_blocks: int) -> list[int] | None:
+        """Remove the `num_blocks` coldest evictable blocks, children before parents; their ids, or None and no change
+        when there are not that many."""
+        if num_blocks > self._num_evictable:
+            return None
+        freed: list[int] = []
+        while len(freed) < num_blocks:
+            last_used, block = heapq.heappop(self._heap)
+            node = self._nodes.get(block)
+            if node is None or node.last_used != last_used or node.active or node.children:
+                continue
+            freed.append(block)
+            self._remove(node)
+        return freed
+
+    def _remove(self, node: Node) -> None:
+        parent, name = node.parent, node.name
+        assert parent is not None and name is not None
+        del parent.children[name.tokens]
+        siblings = parent.by_first_token[name.tokens[:TOKEN_BYTES]]
+        siblings.remove(node)
+        if not siblings:
+            del parent.by_first_token[name.tokens[:TOKEN_BYTES]]
+        del self._nodes[node.block]
+        node.attached = False
+        self._num_evictable -= 1
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            del self._roots[name.root]
+
+    def clear_unreferenced(self) -> list[int]:
+        """Evict everything evictable; their ids."""
+        freed = self.evict(self._num_evictable)
+        assert freed is not None
+        return freed
+
+    def check(self) -> None:
+        """Raise AssertionError with ids when an invariant of the class is broken. Costs a walk over the tree."""
+        seen: dict[int, Node] = {}
+        evictable = 0
+        stack = [(root, child) for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            parent, node = stack.pop()
+            assert node.attached and node.parent is parent, f"block {node.block}: bad parent"
+            assert node.block not in seen, f"block {node.block} twice in the tree"
+            seen[node.block] = node
+            active = int(node.referenced) + sum(1 for c in node.children.values() if c.active > 0)
+            assert node.active == active, f"block {node.block}: active {node.active}, counted {active}"
+            evictable += node.active == 0
+            for child in node.children.values():
+                assert node.last_used >= child.last_used, f"block {node.block} colder than its child {child.block}"
+                stack.append((node, child))
+        assert seen.keys() == self._nodes.keys(), f"lost blocks {seen.keys() ^ self._nodes.keys()}"
+        assert evictable == self._num_evictable, f"evictable {self._num_evictable}, counted {evictable}"
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """Length in tokens of the common prefix of two u32 LE runs."""
+    n = min(len(a), len(b)) // TOKEN_BYTES
+    if a[: n * TOKEN_BYTES] == b[: n * TOKEN_BYTES]:
+        return n
+    different = np.frombuffer(a, "<u4", n) != np.frombuffer(b, "<u4", n)
+    return int(different.argmax())

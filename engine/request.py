@@ -1,0 +1,146 @@
+"""One sequence as the scheduler sees it: its tokens, how far its KV is, and the blocks it holds."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+
+from pagetier.engine.batch import I32
+from pagetier.engine.messages import EngineRequest
+from pagetier.engine.prefix_index import Node
+from pagetier.kvstore.block import KEY_BYTES, TOKEN_BYTES, BlockName
+from pagetier.kvstore.keys import Hash, block_key, chain_names, pack_tokens
+
+
+class RequestState(StrEnum):
+    WAITING = "waiting"
+    LOADING = "loading"  # holds blocks that a lower tier is filling
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """Mutable; owner: core thread.
+
+    `num_tokens` counts the known tokens plus placeholders: tokens that launched steps will sample.
+    `num_computed_tokens` runs ahead to what launched steps will have computed; `num_committed_tokens` is what
+    collected steps did compute and whose tokens are accepted: only these slots may be keyed, indexed or saved.
+    `epoch` rises at each preemption, so that results of steps launched before it no longer count as KV.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_packed_prompt",
+        "block_ids",
+        "cached_tokens",
+        "counted",
+        "epoch",
+        "finish_reason",
+        "job",
+        "lookup_first",
+        "lookup_tiers",
+        "lookup_tries",
+        "names",
+        "num_committed_tokens",
+        "num_computed_tokens",
+        "num_in_flight",
+        "num_indexed_blocks",
+        "num_known_tokens",
+        "num_placeholders",
+        "num_preemptions",
+        "order",
+        "root",
+        "sampled_row",
+        "sampled_step",
+        "spec",
+        "state",
+        "ticket",
+        "tip",
+    )
+
+    def __init__(self, spec: EngineRequest, order: int, root: bytes, block_size: int, hash_: Hash) -> None:
+        self.spec = spec
+        self.order = order
+        self.root = root
+        self.state = RequestState.WAITING
+        self.finish_reason: str | None = None
+        self.num_known_tokens = len(spec.prompt_ids)
+        self._buffer: I32 = np.empty(self.num_known_tokens + 64, np.int32)
+        self._buffer[: self.num_known_tokens] = spec.prompt_ids
+        self._packed_prompt = pack_tokens(self._buffer[: self.num_known_tokens])
+        self.names = _prompt_names(spec, self._packed_prompt, root, block_size, hash_)
+        self.num_placeholders = 0
+        self.num_computed_tokens = 0
+        self.num_committed_tokens = 0
+        self.num_in_flight = 0
+        self.epoch = 0
+        self.sampled_step = -1  # the launched step, and its sample row, that yields the pending placeholder
+        self.sampled_row = -1
+        self.block_ids: list[int] = []
+        self.num_indexed_blocks = 0
+        self.tip: Node | None = None
+        self.ticket: int | None = None  # of the lookup in progress or answered
+        self.lookup_first = 0  # first block the lookup asked about
+        self.lookup_tiers: tuple[str, ...] | None = None
+        self.lookup_tries = 0
+        self.job: int | None = None  # of the load in progress
+        self.cached_tokens: dict[str, int] = {}
+        self.counted = False  # its lookup tokens are in the statistics
+        self.num_preemptions = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_known_tokens + self.num_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    def token_ids(self, start: int, end: int) -> I32:
+        """Known tokens [start, end): a view."""
+        return self._buffer[start : min(end, self.num_known_tokens)]
+
+    def packed_tokens(self) -> bytes:
+        """All known tokens, u32 LE."""
+        if self.num_known_tokens == self.num_prompt_tokens:
+            return self._packed_prompt
+        return self._packed_prompt + pack_tokens(self._buffer[self.num_prompt_tokens : self.num_known_tokens])
+
+    def append(self, token_id: int) -> None:
+        """Accept a sampled token."""
+        if self.num_known_tokens == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer), np.int32)])
+        self._buffer[self.num_known_tokens] = token_id
+        self.num_known_tokens += 1
+
+    def name_blocks(self, num_blocks: int, block_size: int, hash_: Hash) -> None:
+        """Key the blocks up to `num_blocks`, all of whose tokens are accepted."""
+        while len(self.names) < num_blocks:
+            first = len(self.names) * block_size
+            assert first + block_size <= self.num_known_tokens, "a block is keyed when its last token is accepted"
+            tokens = pack_tokens(self._buffer[first : first + block_size])
+            parent = self.names[-1].key if self.names else self.root
+            self.names.append(BlockName(block_key(parent, tokens, hash_=hash_), parent, self.root, first, tokens))
+
+
+def _prompt_names(spec: EngineRequest, packed: bytes, root: bytes, block_size: int, hash_: Hash) -> list[BlockName]:
+    """Names of the prompt's full blocks, from the keys the API side hashed, if it did."""
+    num_blocks = len(spec.prompt_ids) // block_size
+    if len(spec.keys) != num_blocks * KEY_BYTES:
+        return chain_names(root, np.asarray(spec.prompt_ids, np.uint32), block_size, hash_=hash_)
+    step = block_size * TOKEN_BYTES
+    keys = [spec.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(num_blocks)]
+    parents = [root, *keys][:num_blocks]
+    return [
+        BlockName(key, parent, root, i * block_size, packed[i * step : (i + 1) * step])
+        for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
+    ]

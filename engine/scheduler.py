@@ -1,0 +1,498 @@
+"""Which tokens of which requests are computed next, and what their results mean.
+
+One token budget per step and no phases: each request's computed tokens catch up with its tokens. Running requests come
+first, in arrival order; then waiting ones, none in a step that preempted. Plans on counts alone: tokens that launched
+steps will sample are placeholders, so step N+1 is planned while step N runs.
+
+Blocks a request gives up while a launched step may still touch them are released when that step is collected, so a
+free block is touched by nobody.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from pagetier.engine.batch import StepResult, TokenLogprobs
+from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.config import EngineConfig
+from pagetier.engine.hit_counters import HitCounters
+from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.plan import PlannedRow, StepPlan
+from pagetier.engine.prefix_index import Match, Node, PrefixIndex
+from pagetier.engine.request import Request, RequestState
+from pagetier.engine.transfers import Loaded, Transfers
+from pagetier.kvstore.keys import Hash
+
+logger = logging.getLogger(__name__)
+
+LOOKAHEAD = 8  # waiting requests whose lower-tier lookup is under way before their turn
+MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were evicted meanwhile
+
+
+class Scheduler:
+    """Owner: core thread. `running` is sorted by arrival; `waiting` too, preempted requests included."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        index: PrefixIndex,
+        transfers: Transfers,
+        root_of: Callable[[str], bytes],
+        hash_: Hash,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.index = index
+        self.transfers = transfers
+        self.hits = HitCounters()
+        self.num_preemptions = 0
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.loading: list[Request] = []
+        self.launched: deque[StepPlan] = deque()
+        self._root_of = root_of
+        self._hash = hash_
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._num_steps = 0
+        self._fresh_blocks: list[int] = []
+        self._ended: list[TokenOutput] = []  # outputs that no step result carries
+
+    # ---- requests come and go
+
+    def add(self, spec: EngineRequest) -> None:
+        """Queue a request; one that can never run is answered with an error by the next `take_ended`."""
+        reason = self._refusal(spec)
+        if reason:
+            self._ended.append(TokenOutput(spec.request_id, (), finish_reason="error", error=reason))
+            return
+        request = Request(spec, self._num_added, self._root_of(spec.cache_salt), self.config.block_size, self._hash)
+        self._num_added += 1
+        self._requests[spec.request_id] = request
+        self.waiting.append(request)
+
+    def _refusal(self, spec: EngineRequest) -> str:
+        num_prompt, limit = len(spec.prompt_ids), self.config.max_model_len
+        room = self.pool.num_blocks * self.config.block_size
+        if spec.request_id in self._requests:
+            return f"request id {spec.request_id!r} is already in use"
+        if num_prompt == 0:
+            return "the prompt is empty; give at least one token"
+        if num_prompt >= limit:
+            return f"the prompt has {num_prompt} tokens, but prompt and output together may have {limit}"
+        if num_prompt > room:
+            return f"the prompt has {num_prompt} tokens, but the KV cache holds {room}; raise --kv-cache-memory"
+        return ""
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, "abort")
+                self._ended.append(self._output(request, (), ()))
+
+    def take_ended(self) -> list[TokenOutput]:
+        """Outputs of requests that ended outside a step: aborted, refused, out of room."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._queue_of(request).remove(request)
+        request.state = RequestState.FINISHED
+        del self._requests[request.request_id]
+        self.transfers.release(request)
+        self._give_up_blocks(request)
+
+    def _queue_of(self, request: Request) -> list[Request]:
+        match request.state:
+            case RequestState.RUNNING:
+                return self.running
+            case RequestState.LOADING:
+                return self.loading
+            case _:
+                return self.waiting
+
+    def _give_up_blocks(self, request: Request) -> None:
+        """Release all blocks, after the newest launched step if one that contains the request is under way."""
+        if request.num_in_flight:
+            self.launched[-1].release_after.extend(request.block_ids)
+        else:
+            self.pool.release(request.block_ids)
+        request.block_ids = []
+
+    # ---- planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now."""
+        plan = StepPlan(self._num_steps)
+        self._look_ahead()
+        if self._plan_running(plan):
+            self._plan_waiting(plan)
+        if not plan.rows:
+            return None
+        plan.fresh_blocks, self._fresh_blocks = self._fresh_blocks, []
+        self._num_steps += 1
+        self.launched.append(plan)
+        return plan
+
+    def _budget(self, plan: StepPlan) -> int:
+        return self.config.max_num_batched_tokens - plan.num_tokens
+
+    def _plan_running(self, plan: StepPlan) -> bool:
+        """Rows for running requests in order; whether all of them found their blocks, so that more may be admitted."""
+        budget = self._budget(plan)
+        settled = True
+        for request in list(self.running):
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted below for an earlier one
+            num_new = self._num_new_tokens(request, budget)
+            if num_new == 0:
+                continue
+            end = request.num_computed_tokens + num_new
+            while not self._grow(request, end):
+                settled = False
+                if not self._make_room(request) or request.state is not RequestState.RUNNING:
+                    return False
+            self._add_row(plan, request, num_new)
+            budget -= num_new
+        return settled
+
+    def _num_new_tokens(self, request: Request, budget: int) -> int:
+        """Tokens to compute of a running request within `budget`; 0 when it only waits for its last sample."""
+        spec = request.spec
+        limit = min(spec.params.max_tokens or 1 << 60, self.config.max_model_len - request.num_prompt_tokens)
+        if request.num_output_tokens + request.num_placeholders >= limit:
+            return 0
+        missing = request.num_tokens - request.num_computed_tokens
+        if missing > budget and not self.config.enable_chunked_prefill:
+            return 0
+        return min(missing, budget)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Give the request blocks for `num_tokens` tokens; False and no change when there are none."""
+        missing = -(-num_tokens // self.config.block_size) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        blocks = self._allocate(missing)
+        if blocks is None:
+            return False
+        request.block_ids.extend(blocks)
+        return True
+
+    def _allocate(self, num_blocks: int) -> list[int] | None:
+        blocks = self.pool.allocate(num_blocks)
+        if blocks is not None:
+            self._fresh_blocks.extend(blocks)
+        return blocks
+
+    def _make_room(self, request: Request) -> bool:
+        """The request found no block. Wait if some are coming free; else preempt the latest arrival, or end a request
+        that is alone and has outgrown the pool. Whether one was preempted."""
+        if self.transfers.holds_blocks or any(step.release_after for step in self.launched):
+            return False
+        if len(self.running) > 1:
+            self._preempt(self.running[-1])
+            return True
+        if not request.num_in_flight and not self.loading:
+            self._end_for_lack_of_room(request)
+        return False
+
+    def _end_for_lack_of_room(self, request: Request) -> None:
+        room = self.pool.num_blocks * self.config.block_size
+        logger.warning(
+            "request %s ends after %d tokens: the KV cache holds %d; raise --kv-cache-memory for longer ones",
+            request.request_id,
+            request.num_tokens,
+            room,
+        )
+        self._finish(request, "length")
+        self._ended.append(self._output(request, (), ()))
+
+    def _preempt(self, request: Request) -> None:
+        """Take all blocks of a running request; it recomputes (or hits) them when its turn comes again."""
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        request.epoch += 1
+        self.running.remove(request)
+        self._give_up_blocks(request)
+        request.num_computed_tokens = request.num_committed_tokens = request.num_indexed_blocks = 0
+        request.tip = None
+        request.lookup_tries = 0
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def _add_row(self, plan: StepPlan, request: Request, num_new: int) -> None:
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
+        pending_row = -1
+        if end > request.num_known_tokens:
+            assert request.sampled_step == plan.step - 1, "a placeholder is resolved by the step before"
+            pending_row = request.sampled_row
+        sample = -1
+        if end == request.num_tokens:
+            sample = sum(1 for row in plan.rows if row.sample >= 0)
+            request.num_placeholders += 1
+            request.sampled_step, request.sampled_row = plan.step, sample
+        plan.rows.append(PlannedRow(request, start, end, sample, request.epoch, pending_row))
+        request.num_computed_tokens = end
+        request.num_in_flight += 1
+
+    def _plan_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting requests in order while budget, seats and blocks last."""
+        for request in list(self.waiting):
+            budget = self._budget(plan)
+            seats = self.config.max_num_seqs - len(self.running) - len(self.loading)
+            if budget <= 0 or seats <= 0:
+                return
+            if request.num_placeholders:
+                continue  # preempted with a token still on its way
+            if request.ticket is not None and request.lookup_tiers is None:
+                continue  # the lower tiers have not answered yet
+            if not self.config.enable_chunked_prefill and request.num_tokens > budget:
+                return
+            if not self._admit(plan, request):
+                return
+
+    def _admit(self, plan: StepPlan, request: Request) -> bool:
+        """Give `request` its blocks and first row, or start loading them; False when there is no room for it."""
+        match = self._match(request)
+        num_device = len(match.nodes)
+        if self._wants_lookup(request, num_device):
+            return True  # asked by _look_ahead at the end of this plan
+        tier_end = self._tier_end(request, num_device)
+        if tier_end > num_device:
+            match = Match(match.nodes)
+        if not self._take_blocks(request, match):
+            return False
+        self.waiting.remove(request)
+        self.transfers.touch(match.nodes)
+        self.transfers.save([node for node in match.nodes if not node.saved])
+        if match.nodes:
+            self.index.touch(match.nodes[-1])
+            request.tip = match.nodes[-1]
+        request.num_indexed_blocks = num_device
+        self._set_computed(request, num_device * self.config.block_size)
+        if tier_end > num_device:
+            fresh = set(request.block_ids[num_device:tier_end])
+            self._fresh_blocks = [block for block in self._fresh_blocks if block not in fresh]
+            request.state = RequestState.LOADING
+            self.loading.append(request)
+            self.transfers.load(request, num_device, tier_end)
+            return True
+        if match.partial is not None:
+            self._copy_partial(plan, request, match)
+        self._start_running(request, {"device": request.num_computed_tokens})
+        num_new = self._num_new_tokens(request, self._budget(plan))
+        if num_new:
+            self._add_row(plan, request, num_new)
+        return True
+
+    def _match(self, request: Request) -> Match:
+        """The device prefix; the last token is always left to compute."""
+        if not self.config.enable_prefix_caching:
+            return Match(())
+        return self.index.match(request.root, request.packed_tokens(), request.num_tokens - 1)
+
+    def _lookup_end(self, request: Request) -> int:
+        """Blocks that a lower tier may serve: keyed, full, and not the one with the last token."""
+        return min(len(request.names), (request.num_tokens - 1) // self.config.block_size)
+
+    def _wants_lookup(self, request: Request, num_device: int) -> bool:
+        """Whether the lower tiers must be asked (again) before the request can be admitted."""
+        if not self.transfers.enabled or self._lookup_end(request) <= num_device:
+            return False
+        if request.lookup_tries == 0:
+            return True
+        if num_device < request.lookup_first and request.lookup_tries < MAX_LOOKUPS:
+            self.transfers.release(request)  # device blocks in front of the answer are gone: ask from further left
+            return True
+        return False
+
+    def _look_ahead(self) -> None:
+        """Ask the lower tiers about the first waiting requests, so that answers are there when their turn comes."""
+        if not self.transfers.enabled or not self.config.enable_prefix_caching:
+            return
+        for request in self.waiting[:LOOKAHEAD]:
+            if request.ticket is not None or request.lookup_tries >= MAX_LOOKUPS or request.num_placeholders:
+                continue
+            first, end = len(self._match(request).nodes), self._lookup_end(request)
+            if end > first:
+                self.transfers.look_up(request, first, end)
+
+    def _tier_end(self, request: Request, num_device: int) -> int:
+        """End of the run of blocks, from `num_device` on, that the lower tiers hold."""
+        if request.lookup_tiers is None or num_device < request.lookup_first:
+            return num_device
+        return min(request.lookup_first + len(request.lookup_tiers), self._lookup_end(request))
+
+    def _take_blocks(self, request: Request, match: Match) -> bool:
+        """Reference the matched blocks and allocate the rest of the known tokens', leaving a block of growth to each
+        running request; False and no change when there is no room."""
+        matched = [node.block for node in match.nodes]
+        held = matched if match.partial is None else [*matched, match.partial.block]
+        missing = -(-request.num_tokens // self.config.block_size) - len(matched)
+        self.pool.acquire(held)
+        blocks = None
+        if self.pool.num_available >= missing + len(self.running):
+            blocks = self._allocate(missing)
+        if blocks is None:
+            self.pool.release(held)
+            return False
+        request.block_ids = matched + blocks
+        return True
+
+    def _copy_partial(self, plan: StepPlan, request: Request, match: Match) -> None:
+        """Copy-on-write of the block in which the match ends; its source was referenced by `_take_blocks`."""
+        assert match.partial is not None
+        destination = request.block_ids[len(match.nodes)]
+        plan.copies.append((match.partial.block, destination, match.num_partial))
+        plan.release_after.append(match.partial.block)
+        self.index.touch(match.partial)
+        self._set_computed(request, request.num_computed_tokens + match.num_partial)
+
+    def _set_computed(self, request: Request, num_tokens: int) -> None:
+        request.num_computed_tokens = request.num_committed_tokens = num_tokens
+
+    def _start_running(self, request: Request, cached_tokens: dict[str, int]) -> None:
+        self.transfers.release(request)
+        request.state = RequestState.RUNNING
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        if not request.counted:
+            request.counted = True
+            request.cached_tokens = {tier: n for tier, n in cached_tokens.items() if n}
+            self.hits.count(request.num_prompt_tokens - 1, request.cached_tokens, self.config.block_size)
+
+    # ---- results
+
+    def poll_transfers(self) -> None:
+        """Take in finished lookups, loads and saves."""
+        for loaded in self.transfers.poll():
+            self._end_load(loaded)
+
+    def _end_load(self, loaded: Loaded) -> None:
+        """What arrived becomes computed and indexed; the rest of the prompt is computed as usual."""
+        request, block_size = loaded.request, self.config.block_size
+        num_device = request.num_computed_tokens // block_size
+        end = num_device + len(loaded.tiers)
+        if not loaded.quiesced:  # bytes may still land in the others: leave them to the transfer
+            self.pool.release(request.block_ids[end:])
+            del request.block_ids[end:]
+        cached = {"device": num_device * block_size}
+        for tier in loaded.tiers:
+            cached[tier] = cached.get(tier, 0) + block_size
+        self.loading.remove(request)
+        self._set_computed(request, end * block_size)
+        for node in self._index_blocks(request):
+            node.saved = True
+        self._start_running(request, cached)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        """Take in the oldest launched step's samples: outputs, newly full blocks, ended requests."""
+        assert self.launched.popleft() is plan and result.step == plan.step
+        token_ids = result.token_ids.tolist()
+        outputs = []
+        for row in plan.rows:
+            request = row.request
+            request.num_in_flight -= 1
+            if request.state is RequestState.FINISHED:
+                continue  # overshoot: the token is discarded and its slot never keyed
+            if row.epoch == request.epoch:
+                request.num_committed_tokens = row.end
+            if row.sample >= 0:
+                output = self._accept(request, token_ids[row.sample], result.logprobs[row.sample])
+                outputs.append(output)
+            if row.epoch == request.epoch:
+                self._save_new(request, self._index_blocks(request))
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason)
+        self.pool.release(plan.release_after)
+        return outputs
+
+    def _accept(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        """Append a sampled token and decide whether it was the last."""
+        request.num_placeholders -= 1
+        request.append(token_id)
+        params = request.spec.params
+        stops = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.spec.eos_token_ids)
+        if stops and request.num_output_tokens >= params.min_tokens:
+            request.finish_reason = "stop"
+            return self._output(request, (token_id,), (logprobs,), stop_token_id=token_id)
+        full = params.max_tokens is not None and request.num_output_tokens >= params.max_tokens
+        if full or request.num_known_tokens >= self.config.max_model_len:
+            request.finish_reason = "length"
+        return self._output(request, (token_id,), (logprobs,))
+
+    def _output(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        stop_token_id: int | None = None,
+    ) -> TokenOutput:
+        return TokenOutput(
+            request.request_id,
+            token_ids,
+            logprobs,
+            finish_reason=request.finish_reason,
+            stop_token_id=stop_token_id,
+            cached_tokens=request.cached_tokens,
+        )
+
+    def _index_blocks(self, request: Request) -> list[Node]:
+        """Key and index the request's newly full blocks; their nodes."""
+        if not self.config.enable_prefix_caching or request.state is RequestState.WAITING:
+            return []
+        full = request.num_committed_tokens // self.config.block_size
+        first = request.num_indexed_blocks
+        if full <= first:
+            return []
+        request.name_blocks(full, self.config.block_size, self._hash)
+        nodes = self.index.insert(request.names, request.block_ids, first, full, request.tip)
+        request.tip, request.num_indexed_blocks = nodes[-1], full
+        return nodes
+
+    def _save_new(self, request: Request, nodes: list[Node]) -> None:
+        """Prompt blocks go to the lower tiers at once; a decode block only when a later request touches it."""
+        prompt_blocks = request.num_prompt_tokens // self.config.block_size
+        first = request.num_indexed_blocks - len(nodes)
+        self.transfers.save([n for i, n in enumerate(nodes, first) if i < prompt_blocks and not n.saved])
+
+    def fail_launched(self, reason: str) -> list[TokenOutput]:
+        """The runner failed: end every request of the launched steps with an error, and forget those steps."""
+        outputs = []
+        while self.launched:
+            plan = self.launched.popleft()
+            for row in plan.rows:
+                request = row.request
+                request.num_in_flight = 0
+                if request.state is RequestState.FINISHED:
+                    continue
+                self._finish(request, "error")
+                outputs.append(TokenOutput(request.request_id, (), finish_reason="error", error=reason))
+            self.pool.release(plan.release_after)
+        return outputs
+
+    def check(self) -> None:
+        """Raise AssertionError, with ids, when blocks, requests and queues disagree."""
+        held = [0] * self.pool.num_blocks
+        for request in self._requests.values():
+            assert request in self._queue_of(request), f"{request.request_id} is in no queue"
+            for block in request.block_ids:
+                held[block] += 1
+        for plan in self.launched:
+            for block in plan.release_after:
+                held[block] += 1
+        for block, count in enumerate(held):
+            assert self.pool.references(block) >= count, f"block {block}: {count} holders"
+        assert [r.order for r in self.running] == sorted(r.order for r in self.running), "running order"
+        self.pool.check()
+        self.transfers.check()

@@ -1,0 +1,161 @@
+"""KV on its way between device blocks and the lower tiers: lookups, loads and saves in progress.
+
+Owns the references that transfers hold on device blocks (a save's sources until its put ended, a load's destinations
+until nothing writes to them any more) and every connector ticket. Knows no scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagetier.connectors.base import Connector
+from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.prefix_index import Node
+from pagetier.engine.request import Request
+from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
+
+STORED = (BlockStatus.OK, BlockStatus.EXISTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load ended for a request that still wants it: its first `len(tiers)` blocks arrived, from these tiers.
+
+    quiesced: the remaining destinations may be reused at once.
+    """
+
+    request: Request
+    tiers: tuple[str, ...]
+    quiesced: bool
+
+
+class Transfers:
+    """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer."""
+
+    def __init__(self, connector: Connector | None, pool: BlockPool) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._lookups: dict[int, Request] = {}
+        self._tickets: set[int] = set()
+        self._loads: dict[int, Request | None] = {}  # None: the request is gone
+        self._destinations: dict[int, list[int]] = {}
+        self._saves: dict[int, list[Node]] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return self._connector is not None
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether device blocks will come free when transfers end."""
+        return bool(self._destinations or self._saves)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` is expected to answer something that a request waits for."""
+        return bool(self._lookups or self._loads)
+
+    def look_up(self, request: Request, first: int, end: int) -> None:
+        """Ask the lower tiers for the request's blocks [first, end)."""
+        assert self._connector is not None and request.ticket is None
+        request.lookup_first, request.lookup_tiers = first, None
+        request.lookup_tries += 1
+        request.ticket = self._connector.submit_lookup(request.names[first:end])
+        self._lookups[request.ticket] = request
+        self._tickets.add(request.ticket)
+
+    def load(self, request: Request, first: int, end: int) -> None:
+        """Load the request's blocks [first, end), a leading run of its lookup's answer from `first` on."""
+        assert self._connector is not None and request.ticket is not None and request.job is None
+        blocks = request.block_ids[first:end]
+        self._pool.acquire(blocks)
+        request.job = self._connector.submit_load(request.ticket, request.names[first:end], blocks)
+        self._loads[request.job] = request
+        self._destinations[request.job] = blocks
+
+    def save(self, nodes: Sequence[Node]) -> None:
+        """Hand full, committed blocks to the lower tiers."""
+        if self._connector is None or not nodes:
+            return
+        names = [node.name for node in nodes if node.name is not None]
+        blocks = [node.block for node in nodes]
+        self._pool.acquire(blocks)
+        for node in nodes:
+            node.saved = True
+        self._saves[self._connector.submit_save(names, blocks)] = list(nodes)
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """A request uses these device blocks: keep their copies below warm."""
+        if self._connector is not None and nodes:
+            self._connector.touch([node.name for node in nodes if node.name is not None])
+
+    def release(self, request: Request) -> None:
+        """Give back the request's ticket, if any; whatever it started runs to its end unseen."""
+        if request.job is not None:
+            self._loads[request.job] = None
+            request.job = None
+        if request.ticket is not None:
+            assert self._connector is not None
+            self._lookups.pop(request.ticket, None)
+            self._tickets.discard(request.ticket)
+            self._connector.release(request.ticket)
+            request.ticket = None
+        request.lookup_tiers = None
+
+    def poll(self) -> list[Loaded]:
+        """Take in what the connector finished; the loads that requests wait for."""
+        if self._connector is None:
+            return []
+        loaded = []
+        for done in self._connector.poll():
+            match done:
+                case LookupDone():
+                    request = self._lookups.pop(done.ticket, None)
+                    if request is not None:
+                        request.lookup_tiers = done.tiers
+                case LoadDone():
+                    answer = self._end_load(done)
+                    if answer is not None:
+                        loaded.append(answer)
+                case LoadQuiesced():
+                    self._pool.release(self._destinations.pop(done.job))
+                case PutDone():
+                    self._end_save(done)
+        return loaded
+
+    def _end_load(self, done: LoadDone) -> Loaded | None:
+        request = self._loads.pop(done.job)
+        if done.quiesced:
+            self._pool.release(self._destinations.pop(done.job))
+        if request is None:
+            return None
+        tiers: list[str] = []
+        for status, tier in zip(done.statuses, done.tiers, strict=True):
+            if status is not BlockStatus.OK or tier is None:
+                break
+            tiers.append(tier)
+        request.job = None
+        return Loaded(request, tuple(tiers), done.quiesced)
+
+    def _end_save(self, done: PutDone) -> None:
+        nodes = self._saves.pop(done.job)
+        for node, status in zip(nodes, done.statuses, strict=True):
+            if status not in STORED:
+                node.saved = False  # a later touch tries again
+        self._pool.release([node.block for node in nodes])
+
+    def check(self) -> None:
+        """Raise AssertionError when tickets or references leaked."""
+        assert self._lookups.keys() <= self._tickets, "a lookup without a ticket"
+        for job, blocks in self._destinations.items():
+            for block in blocks:
+                assert self._pool.references(block) > 0, f"job {job} writes to free block {block}"
+        for job, nodes in self._saves.items():
+            for node in nodes:
+                assert node.attached and self._pool.references(node.block) > 0, f"job {job} reads block {node.block}"
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self._tickets)
