@@ -59,7 +59,7 @@ clean:
 
 # The first interpreter that is in range and really runs: a pyenv shim may be on PATH and run nothing.
 $(PY):
-	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
+	@lacking=; for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
 	  "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 || continue; \
 	  if ! "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then lacking="$$lacking $$python"; continue; fi; \
 	  echo "Creating $(VENV) with $$python ($$("$$python" -c 'import platform; print(platform.python_version())'))"; \

@@ -1,0 +1,121 @@
+"""`pagetier bench`: finds a benchmark by name, runs it, prints and keeps its rows. Measures nothing itself.
+
+Light to import: a benchmark's own module, and torch with it, load when it is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagetier.benchmarks.plot import draw, require_matplotlib
+from pagetier.benchmarks.report import Report, Row, results_folder, stamped
+from pagetier.kvstore.errors import ConfigError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A benchmark: what it claims, the module whose `run(full, say)` gives its rows, and its `--full` minutes on two
+    cores."""
+
+    claim: str
+    module: str
+    full_minutes: float
+
+    def run(self, full: bool, say: Say) -> Sequence[Row]:
+        try:
+            run: Callable[[bool, Say], Sequence[Row]] = importlib.import_module(self.module).run
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith("pagetier"):
+                raise
+            raise ConfigError(f"this benchmark needs {error.name}: pip install 'pagetier[bench]'") from error
+        return run(full, say)
+
+
+BENCHES = {
+    "spine": Bench(
+        "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
+        "pagetier.benchmarks.spine",
+        full_minutes=8,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `pagetier bench` was asked for beside the name."""
+
+    full: bool = False
+    as_json: bool = False
+    plot: Path | None = None
+
+    def argv(self, name: str) -> list[str]:
+        """The arguments that make the same run again."""
+        argv = ["bench", name, "--full" if self.full else "--quick"]
+        argv += ["--json"] if self.as_json else []
+        return [*argv, "--plot", str(self.plot)] if self.plot is not None else argv
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(sorted(BENCHES))}.")],
+    quick: Annotated[bool, typer.Option("--quick", help="One or two runs at small sizes (the default).")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Both sides of every comparison, ABAB, five pairs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this folder (PNG).")] = None,
+) -> None:
+    """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results."""
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other; give one")
+    exit_code = execute(name, BENCHES, Options(full, as_json, plot), results_folder())
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def execute(name: str, benches: Mapping[str, Bench], options: Options, results: Path) -> int:
+    """Run benches[name], print its rows to stdout, keep them below `results`; the exit code."""
+    if name not in benches:
+        raise ConfigError.unknown_name("benchmark", name, benches)
+    if options.plot is not None:
+        require_matplotlib()
+    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    chosen = benches[name]
+    stderr.print(f"{name}: {chosen.claim}")
+    if options.full:
+        stderr.print(f"about {chosen.full_minutes:g} minutes on two cores")
+    report = stamped(name, chosen.run(options.full, stderr.print), options.argv(name))
+    kept = report.append_csv(results)
+    if options.as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(table_of(report))
+    stderr.print(f"appended to {kept}")
+    if options.plot is not None:
+        stderr.print(f"drawn to {draw(report, options.plot)}")
+    return report.exit_code
+
+
+def table_of(report: Report) -> Table:
+    table = Table(title=f"{report.bench} · {report.commit} · {report.hardware}", title_justify="left")
+    for column, justify in (("name", "left"), ("value", "right"), ("p50", "right"), ("p99", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    for column in ("unit", "target", "ok", "runs", "note"):
+        table.add_column(column)
+    for row in report.rows:
+        judged = ("yes" if row.ok else "NO") if row.target is not None or not row.ok else ""
+        numbers = [figure(value) for value in (row.value, row.p50, row.p99)]
+        table.add_row(row.name, *numbers, row.unit, row.target or "", judged, str(row.runs), row.note)
+    return table
+
+
+def figure(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
