@@ -116,24 +116,21 @@ class PrefixIndex:
     def insert(
         self, chain: Sequence[BlockName], blocks: Sequence[int], first: int, end: int, tip: Node | None
     ) -> list[Node]:
-        """Index blocks[first:end] under the names chain[first:end]; `tip` is the node of chain[first - 1] if known.
+        """Index blocks[first:end] under the names chain[first:end]; `tip` is the node of chain[first - 1], None at 0.
 
-        A name that is already indexed keeps its block; the caller's equal block stays private. Blocks that enter
-        must be referenced by the caller. Returns the nodes of chain[first:end].
+        A name that is already indexed keeps its block: compare `node.block` of the answer. Blocks that enter, and the
+        tip, must be referenced by the caller. Returns the nodes of chain[first:end].
         """
-        start = first
-        if tip is None or not tip.attached:  # walk from the root, putting back what was evicted on the way
-            start, tip = 0, self._root(chain[0].root)
+        node = self._root(chain[0].root) if tip is None else tip
         nodes = []
-        for i in range(start, end):
-            child = tip.children.get(chain[i].tokens)
+        for i in range(first, end):
+            child = node.children.get(chain[i].tokens)
             if child is None:
                 assert blocks[i] not in self._nodes, f"block {blocks[i]} is indexed elsewhere"
-                child = self._add(tip, chain[i], blocks[i])
-            tip = child
-            if i >= first:
-                nodes.append(child)
-        self._renew(tip)
+                child = self._add(node, chain[i], blocks[i])
+            nodes.append(child)
+            node = child
+        self._renew(node)
         return nodes
 
     def _root(self, root: bytes) -> Node:

@@ -124,11 +124,14 @@ class Scheduler:
 
     def _give_up_blocks(self, request: Request) -> None:
         """Release all blocks, after the newest launched step if one that contains the request is under way."""
-        if request.num_in_flight:
-            self.launched[-1].release_after.extend(request.block_ids)
-        else:
-            self.pool.release(request.block_ids)
+        self._give_up(request, request.block_ids)
         request.block_ids = []
+
+    def _give_up(self, request: Request, blocks: list[int]) -> None:
+        if request.num_in_flight:
+            self.launched[-1].release_after.extend(blocks)
+        else:
+            self.pool.release(blocks)
 
     # ---- planning
 
@@ -271,7 +274,9 @@ class Scheduler:
         tier_end = self._tier_end(request, num_device)
         if tier_end > num_device:
             match = Match(match.nodes)
-        if not self._take_blocks(request, match):
+        if match.partial is not None and not self._take_blocks(request, match):
+            match = Match(match.nodes)  # the copy's source may be the very block that is missing
+        if not request.block_ids and not self._take_blocks(request, match):
             return False
         self.waiting.remove(request)
         self.transfers.touch(match.nodes)
@@ -448,7 +453,11 @@ class Scheduler:
         )
 
     def _index_blocks(self, request: Request) -> list[Node]:
-        """Key and index the request's newly full blocks; their nodes."""
+        """Key and index the request's newly full blocks; their nodes.
+
+        Where an equal block is indexed already, the request changes over to it: two copies would both be stuck, the
+        private one in its table and the indexed one below its later blocks.
+        """
         if not self.config.enable_prefix_caching or request.state is RequestState.WAITING:
             return []
         full = request.num_committed_tokens // self.config.block_size
@@ -458,6 +467,11 @@ class Scheduler:
         request.name_blocks(full, self.config.block_size, self._hash)
         nodes = self.index.insert(request.names, request.block_ids, first, full, request.tip)
         request.tip, request.num_indexed_blocks = nodes[-1], full
+        for i, node in enumerate(nodes, first):
+            if node.block != request.block_ids[i]:
+                self.pool.acquire([node.block])
+                self._give_up(request, [request.block_ids[i]])
+                request.block_ids[i] = node.block
         return nodes
 
     def _save_new(self, request: Request, nodes: list[Node]) -> None:
