@@ -1,0 +1,127 @@
+"""The store's configuration: sizes as text, one frozen object, validated here. The store's only look at the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagetier.kvstore.errors import ConfigError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+SIZE_ALLOWED = "a number of bytes or one with KiB, MiB, GiB or TiB, such as 4GiB"
+TIERS = ("host", "nvme", "redis")
+NVME_IO = ("auto", "direct", "buffered")
+NVME_FSYNC = ("none", "segment", "always")
+URL_SCHEMES = ("redis://", "rediss://", "unix://")
+EMBEDDED = "embedded"
+
+
+def parse_size(text: str | int, flag: str = "size") -> int:
+    """Bytes of "4GiB", "512 MiB", "1.5GiB" or "4096". ConfigError names `flag`, the value and what is allowed."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = next((u for u in UNITS if match and u.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        raise ConfigError.bad_value(flag, text, SIZE_ALLOWED)
+    nbytes = float(match[1]) * UNITS[unit] if "." in match[1] else int(match[1]) * UNITS[unit]
+    if nbytes != int(nbytes):
+        raise ConfigError.bad_value(flag, text, f"a whole number of bytes; {SIZE_ALLOWED}")
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """For people: the largest unit that leaves at least 1, two decimals unless it is exact; "1.50GiB", "360KiB", "12B"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(nbytes) >= UNITS[unit]:
+            value = nbytes / UNITS[unit]
+            return f"{value:.0f}{unit}" if value == int(value) else f"{value:.2f}{unit}"
+    return f"{nbytes}B"
+
+
+def default_redis_url(environ: Mapping[str, str] = os.environ) -> str:
+    """`REDIS_URL`, else `embedded` (CLI.md, `--kv-redis-url`)."""
+    return environ.get("REDIS_URL") or EMBEDDED
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds on what the store has under way. All have defaults that no flag sets yet.
+
+    piece_bytes: read or written by one call of a tier; 4 MiB is past the knee of NVMe and socket throughput, and small
+        enough that a deadline keeps a useful front.
+    put_queue_bytes: waiting to be written, per tier; 256 MiB is some 700 blocks of a 135M model, about a second of NVMe.
+    put_budget_s: for one piece to be written; saves hold device blocks, so a silent tier must give them back.
+    floor_bytes_per_s: the slowest medium worth waiting for: a load's budget grows by its bytes over this. Infinite: the
+        budget is the whole time, whatever the size.
+    lookup_share: of the load budget, the most that a lookup may take.
+    slow_s: a call that takes longer than this plus its bytes at the floor counts as slow for the breaker.
+    close_s: how long `close` waits for threads that still move bytes.
+    """
+
+    piece_bytes: int = 4 * MIB
+    put_queue_bytes: int = 256 * MIB
+    put_budget_s: float = 5.0
+    floor_bytes_per_s: float = 128 * MIB
+    lookup_share: float = 0.25
+    slow_s: float = 0.25
+    close_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name (CLI.md).
+
+    tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
+    host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
+    nvme_path: None is `<cache>/nvme`. nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
+    nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a crash loses one segment at most.
+    redis_url: redis://, rediss://, unix:// or embedded. redis_size: the embedded server's maxmemory; 4 GiB.
+    redis_ttl_s: a day, which outlives a working day's system prompts. redis_linger_s: the embedded server's life
+        after its last user; 10 minutes bridge a restart.
+    load_budget_s: for one request's lookup and loads, beyond the time its bytes take at `limits.floor_bytes_per_s`; 1 s
+        is less than the prefill that a useful hit saves.
+    """
+
+    tiers: tuple[str, ...] = ()
+    host_size: int = 0
+    nvme_path: Path | None = None
+    nvme_size: int = 20 * GIB
+    nvme_io: str = "auto"
+    nvme_fsync: str = "segment"
+    redis_url: str = EMBEDDED
+    redis_size: int = 4 * GIB
+    redis_ttl_s: int = 86_400
+    redis_linger_s: float = 600.0
+    load_budget_s: float = 1.0
+    limits: StoreLimits = StoreLimits()
+
+    def __post_init__(self) -> None:
+        for tier in self.tiers:
+            if tier not in TIERS:
+                raise ConfigError.unknown_name("tier in --kv-tier", tier, TIERS)
+        known_url = self.redis_url == EMBEDDED or self.redis_url.startswith(URL_SCHEMES)
+        for flag, value, ok, allowed in (
+            ("--kv-tier", ",".join(self.tiers), len(set(self.tiers)) == len(self.tiers), "each tier once"),
+            ("--kv-host-size", self.host_size, self.host_size >= 0, "0 (no host tier) or more bytes"),
+            ("--kv-nvme-size", self.nvme_size, self.nvme_size > 0, "more than 0 bytes"),
+            ("--kv-nvme-io", self.nvme_io, self.nvme_io in NVME_IO, ", ".join(NVME_IO)),
+            ("--kv-nvme-fsync", self.nvme_fsync, self.nvme_fsync in NVME_FSYNC, ", ".join(NVME_FSYNC)),
+            ("--kv-redis-url", self.redis_url, known_url, f"{', '.join(URL_SCHEMES)} or {EMBEDDED}"),
+            ("--kv-redis-size", self.redis_size, self.redis_size > 0, "more than 0 bytes"),
+            ("--kv-redis-ttl", self.redis_ttl_s, self.redis_ttl_s >= 1, "at least 1 second"),
+            ("--kv-redis-linger", self.redis_linger_s, self.redis_linger_s >= 0, "0 or more seconds"),
+            (
+                "--kv-load-budget-ms",
+                self.load_budget_s * 1e3,
+                0 < self.load_budget_s < math.inf,
+                "more than 0 milliseconds",
+            ),
+        ):
+            if not ok:
+                raise ConfigError.bad_value(flag, value, allowed)
+        if "host" in self.tiers and not self.host_size:
+            raise ConfigError("--kv-tier host needs --kv-host-size, such as --kv-host-size 4GiB")
