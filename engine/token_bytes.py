@@ -57,7 +57,7 @@ class TokenBytes:
         elif kind == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
             self.strips_first_space = True
         else:
-            return kind == "Fuse"
+            return bool(kind == "Fuse")
         return True
 
     def __getitem__(self, token_id: int) -> bytes:

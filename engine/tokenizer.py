@@ -91,9 +91,10 @@ class Tokenizer:
         return cls(backend, facts)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the model wants around a text (bos); special tokens *written in* the
-        text become their ids either way. Rendered chat templates already hold them: pass False. Lone surrogates, which
-        JSON can smuggle in, become U+FFFD.
+        """Token ids. `add_special_tokens` adds what the model wants around a text (bos).
+
+        Special tokens *written in* the text become their ids either way. Rendered chat templates already hold theirs:
+        pass False. Lone surrogates, which JSON can smuggle in, become U+FFFD.
         """
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)

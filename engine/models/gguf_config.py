@@ -66,9 +66,7 @@ class _Reader:
             num_heads=heads,
             num_kv_heads=int(self.number("attention.head_count_kv", heads)),
             head_dim=head_dim,
-            rms_norm_eps=float(
-                f"{self.number('attention.layer_norm_rms_epsilon'):.6g}"
-            ),  # stored as f32: 9.99999975e-06
+            rms_norm_eps=_short(self.number("attention.layer_norm_rms_epsilon")),
             rope=self._rope(head_dim, rope_factors),
             max_model_len=int(self.number("context_length")),
             tie_word_embeddings="output.weight" not in tensors,
@@ -144,6 +142,11 @@ def eos_token_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
     return tuple(dict.fromkeys(int(value) for value in found if value is not None))
+
+
+def _short(value: float) -> float:
+    """The decimal that was meant: GGUF stores 1e-05 as float32, which reads 9.99999975e-06."""
+    return float(f"{value:.6g}")
 
 
 def _own_dtype(header: GGUFHeader) -> str:

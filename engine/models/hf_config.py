@@ -186,7 +186,7 @@ class _Reader:
         return window if kinds[0] == "sliding_attention" else None
 
     def _rope(self) -> RopeConfig:
-        """New layout: `rope_parameters` holds theta too. Old: `rope_theta` beside `rope_scaling` (`type`, later `rope_type`)."""
+        """Theta and scaling: together in `rope_parameters` (new), or `rope_theta` beside `rope_scaling` (old)."""
         scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
             raise self.fail(f"rope_scaling: got {scaling!r}; allowed: an object or null")

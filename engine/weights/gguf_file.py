@@ -58,7 +58,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self._map = map_file(path)
-        self.files = (path,)
+        self.files: tuple[Path, ...] = (path,)
         try:
             self.header = read_header(path, self._map)
             self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)

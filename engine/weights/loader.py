@@ -1,4 +1,4 @@
-"""A path -> weights in the compute dtype, the model's shape and the fingerprint. Knows both file formats, no model code."""
+"""A path -> weights in the compute dtype, the model's shape and the fingerprint. Knows both formats, no model code."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class SafetensorsFolder:
         self.config = load_hf_config(folder)
         config_json = load_json(folder / "config.json")
         shards = _shards(folder)
-        self.files = (folder / "config.json", *shards)
+        self.files: tuple[Path, ...] = (folder / "config.json", *shards)
         self.infos: dict[str, StoredInfo] = {}
         self._where: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
