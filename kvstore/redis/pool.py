@@ -51,7 +51,7 @@ class Dialer:
             check_socket_path(Path(options.get("path", "")))
         self._username: str | None = options.pop("username", None)
         self._password: str | None = options.pop("password", None)
-        self._db: int = options.pop("db", 0)
+        self.db: int = options.pop("db", 0)
         self._options = options
         try:
             self._maker(connect_timeout_s)
@@ -103,8 +103,8 @@ class Dialer:
         if self._password is not None or self._username is not None:
             credentials = [word.encode() for word in (self._username, self._password or "") if word is not None]
             commands.append(encode_command(b"AUTH", *credentials))
-        if self._db:
-            commands.append(encode_command(b"SELECT", b"%d" % self._db))
+        if self.db:
+            commands.append(encode_command(b"SELECT", b"%d" % self.db))
         if not commands:
             return
         connection.send(commands, len(commands), deadline_s)
