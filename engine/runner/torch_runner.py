@@ -1,0 +1,131 @@
+"""Runs batches on a torch model: copies, forward, sampling, in launch order, on a thread of its own if asked."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from pagetier.engine.batch import I64, Batch, StepResult
+from pagetier.engine.device_pool import DevicePool
+from pagetier.engine.models.llama import Llama
+from pagetier.engine.sampler import sample
+
+MAX_OUTSTANDING = 2
+
+
+class TorchRunner:
+    """Implements `runner.base.Runner` and owns the pool. One KV group.
+
+    threaded: `launch` returns at once and a thread runs the batches one after the other, so that step N+1 is planned
+    while step N runs. Without it `launch` does the work. Tokens and KV are the same. paranoid: poison fresh blocks.
+    Called from the core thread only.
+    """
+
+    def __init__(self, model: Llama, pool: DevicePool, *, threaded: bool, paranoid: bool = False) -> None:
+        self.model = model
+        self.pool = pool
+        self._paranoid = paranoid
+        self._num_outstanding = 0
+        self._previous: I64 | None = None  # tokens of the last batch that ran; owner: whoever runs batches
+        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._results: SimpleQueue[StepResult | BaseException] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        if threaded:
+            self._thread = threading.Thread(target=self._run_batches, name="pagetier-runner", daemon=True)
+            self._thread.start()
+
+    def launch(self, batch: Batch) -> None:
+        """Start a batch. Its faults, bad ids included, are raised by its `collect`."""
+        assert not self._closed, "launch after close"
+        assert self._num_outstanding < MAX_OUTSTANDING, "more than two batches outstanding"
+        self._num_outstanding += 1
+        if self._thread is None:
+            self._results.put(self._outcome(batch))
+        else:
+            self._batches.put(batch)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched batch. Raises what the batch raised."""
+        assert self._num_outstanding > 0, "nothing launched"
+        result = self._results.get()
+        self._num_outstanding -= 1
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Let launched batches end, end the thread, free the pool. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join()
+        self.pool.close()
+
+    def _run_batches(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            self._results.put(self._outcome(batch))
+
+    def _outcome(self, batch: Batch) -> StepResult | BaseException:
+        """The batch's result, or what it raised: an exception must reach `collect`, on whichever thread it was born."""
+        try:
+            return self._run(batch)
+        except Exception as error:
+            self._previous = None  # a batch that builds on this one's tokens fails too, instead of using stale ones
+            return error
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch) -> StepResult:
+        self._validate(batch)
+        if self._paranoid:
+            self.pool.poison(batch.fresh_blocks)
+        self.pool.copy_slots(batch.copies)
+        token_ids = torch.from_numpy(self._resolve_tokens(batch)).to(self.model.device)  # (num_tokens,)
+        logits = self.model.forward(token_ids, batch, self.pool.tensor)  # (num_samples, vocab_size)
+        tokens, logprobs = sample(logits, batch.samples, self._previous)
+        self._previous = tokens
+        return StepResult(batch.step, tokens, logprobs)
+
+    def _resolve_tokens(self, batch: Batch) -> I64:
+        """(num_tokens,) ids, those sampled by the previous batch filled in."""
+        token_ids = batch.token_ids.astype(np.int64)  # (num_tokens,) a copy
+        sourced = np.flatnonzero(batch.token_sources >= 0)
+        if len(sourced):
+            if self._previous is None:
+                raise RuntimeError(f"step {batch.step} continues tokens of a previous batch, which has none")
+            token_ids[sourced] = self._previous[batch.token_sources[sourced]]
+        if not _within(token_ids, self.model.config.vocab_size):
+            raise ValueError(f"step {batch.step}: a token id outside the vocabulary of {self.model.config.vocab_size}")
+        return token_ids
+
+    def _validate(self, batch: Batch) -> None:
+        """Refuse what would read or write outside the pool: the kernels behind torch's views do not all check."""
+        num_blocks, block_size = self.pool.shape.num_blocks, self.pool.shape.block_size
+        num_slots = num_blocks * block_size
+        table = batch.block_tables[0]
+        for name, ok in (
+            (
+                "slot_mapping",
+                _within(batch.slot_mapping[0], num_slots) and len(batch.slot_mapping[0]) == batch.num_tokens,
+            ),
+            ("block_tables", _within(table, num_blocks) and len(table) == batch.num_rows),
+            ("seq_lens", _within(batch.seq_lens - 1, max(1, table.shape[1] * block_size))),
+            ("query_start_loc", int(batch.query_start_loc[-1]) == batch.num_tokens > 0),
+            ("positions", _within(batch.positions, max(1, table.shape[1] * block_size))),
+            ("logits_indices", _within(batch.logits_indices, batch.num_tokens)),
+            ("samples", len(batch.samples) == len(batch.logits_indices)),
+            ("fresh_blocks", _within(batch.fresh_blocks, num_blocks)),
+            ("copies", _within(batch.copies[:, :2], num_blocks) and _within(batch.copies[:, 2], block_size + 1)),
+        ):
+            if not ok:
+                raise ValueError(f"step {batch.step}: {name} does not fit {num_blocks} blocks of {block_size} tokens")
+
+
+def _within(values: np.typing.NDArray[np.integer], end: int) -> bool:
+    """Whether all values are in [0, end)."""
+    return not values.size or (int(values.min()) >= 0 and int(values.max()) < end)
