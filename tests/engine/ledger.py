@@ -48,7 +48,7 @@ class LedgerBlocks:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.slots = np.zeros((num_blocks, block_size), SLOT)
         self.poison(range(num_blocks))
-        self._bytes = memoryview(self.slots.view(np.uint8).reshape(num_blocks, -1))
+        self._bytes = memoryview(self.slots.view(np.uint8).reshape(-1).data)
 
     @property
     def block_nbytes(self) -> int:
@@ -58,7 +58,8 @@ class LedgerBlocks:
         self.slots.view(np.uint8).reshape(len(self.slots), -1)[list(blocks)] = 0xFF
 
     def readable(self, block_id: int) -> memoryview:
-        return self._bytes[block_id : block_id + 1].cast("B", (1, self.block_nbytes))[0:1].cast("B")
+        start = block_id * self.block_nbytes
+        return self._bytes[start : start + self.block_nbytes]
 
     def writable(self, block_id: int) -> memoryview:
         return self.readable(block_id)

@@ -1,0 +1,193 @@
+"""From a configuration to a running engine: model, pool, store, connector, core. Used by `LLM` and by the server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagetier.connectors.local import LocalConnector
+from pagetier.engine.config import DEVICES, DTYPES, EngineConfig
+from pagetier.engine.core import EngineCore
+from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
+from pagetier.engine.identity import cache_identity
+from pagetier.engine.models.config import ModelConfig
+from pagetier.engine.models.llama import Llama
+from pagetier.engine.pull import resolve_model
+from pagetier.engine.runner.torch_runner import TorchRunner
+from pagetier.engine.tokenizer import Tokenizer
+from pagetier.engine.weights.loader import load_checkpoint, load_tokenizer
+from pagetier.kvstore.block import Part
+from pagetier.kvstore.config import GIB, StoreConfig, format_size
+from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.keys import hash_named, root_key
+from pagetier.kvstore.store import open_store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What to serve and with how much. Each field is the `serve` flag of the same name (docs/cli.md).
+
+    kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
+    gpu_memory_utilization: share of a GPU that weights and pool may take together. max_model_len: None is the model's.
+    """
+
+    model: str = "smollm2"
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    allow_long_context: bool = False
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int = 1024
+    kv_cache_memory: int = 2 * GIB
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    pipeline_depth: int = 2
+    seed: int = 0
+    kv_hash: str = "sha256"
+    paranoid: bool = False
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A core and the facts its front ends need. root_of: `cache_salt` -> root key, as the core itself uses it."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    config: EngineConfig
+    dtype: str
+    domain: bytes
+    hash_name: str
+    tiers: tuple[str, ...]
+    root_of: Callable[[str], bytes]
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write queued saves for at most `timeout_s` seconds, then let go of everything."""
+        self.core.flush(timeout_s)
+        self.core.close()
+
+
+def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
+    """Load the model and open the store. Takes about a second for the default model; pulls it first if need be.
+
+    Raises ConfigError or CapacityError, one line, for anything that cannot work.
+    """
+    device = _resolve_device(config.device)
+    if config.dtype not in DTYPES:
+        raise ConfigError.bad_value("--dtype", config.dtype, ", ".join(DTYPES))
+    path = resolve_model(config.model, progress=progress)
+    checkpoint = load_checkpoint(path, config.dtype)
+    model_config, dtype = checkpoint.config, checkpoint.dtype
+    model = Llama(model_config, checkpoint.tensors, device)
+    checkpoint.tensors.clear()  # what the model needs it holds
+    group = kv_group(model_config, dtype)
+    engine_config = _engine_config(config, model_config, group.nbytes_per_token, device)
+    shape = PoolShape.of(model_config, engine_config.num_blocks, config.block_size)
+    pool = DevicePool(shape, torch_dtype(dtype), device)
+    identity = cache_identity(
+        model_config,
+        group,
+        dtype=dtype,
+        device=device,
+        block_size=config.block_size,
+        fingerprint=checkpoint.fingerprint,
+        hash_name=config.kv_hash,
+    )
+    domain, hash_ = identity.domain(), hash_named(config.kv_hash)
+
+    def root_of(salt: str) -> bytes:
+        return root_key(domain, salt.encode(), hash_)
+
+    connector = None
+    if config.store.tiers or config.store.host_size:
+        part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
+        store = open_store(config.store, identity, part, pool.block_nbytes)
+        connector = LocalConnector(store, _block_bytes(pool, device))
+    runner = TorchRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid)
+    core = EngineCore(
+        engine_config,
+        runner,
+        connector,
+        root_of=root_of,
+        hash_name=config.kv_hash,
+        block_nbytes=pool.block_nbytes,
+    )
+    return Engine(
+        core=core,
+        tokenizer=load_tokenizer(path),
+        model_config=model_config,
+        config=engine_config,
+        dtype=dtype,
+        domain=domain,
+        hash_name=config.kv_hash,
+        tiers=("device", *config.store.tiers),
+        root_of=root_of,
+    )
+
+
+def _resolve_device(device: str) -> str:
+    if device not in DEVICES:
+        raise ConfigError.bad_value("--device", device, ", ".join(DEVICES))
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or install a CUDA torch")
+    return ("cuda" if available else "cpu") if device == "auto" else device
+
+
+def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: int, device: str) -> EngineConfig:
+    max_model_len = config.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len and not config.allow_long_context:
+        raise ConfigError(
+            f"--max-model-len: got {max_model_len}; the model was made for {model.max_model_len} "
+            f"(--allow-long-context lifts this, for speed tests only)"
+        )
+    memory = config.kv_cache_memory if device == "cpu" else _free_gpu_memory(config.gpu_memory_utilization)
+    num_blocks = memory // (nbytes_per_token * config.block_size)
+    if num_blocks < 1:
+        need = format_size(nbytes_per_token * config.block_size)
+        raise ConfigError.bad_value("--kv-cache-memory", format_size(memory), f"at least one block, {need}")
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = 512 if config.enable_chunked_prefill else max(512, max_model_len)
+    return EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        pipeline_depth=config.pipeline_depth,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        seed=config.seed,
+        paranoid=config.paranoid,
+    )
+
+
+def _free_gpu_memory(utilization: float) -> int:
+    """Bytes for the pool: `utilization` of the whole device less what is taken already."""
+    if not 0.0 < utilization <= 1.0:
+        raise ConfigError.bad_value("--gpu-memory-utilization", utilization, "above 0, at most 1")
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(total * utilization) - (total - free))
+
+
+class _PoolBytes:
+    """The device pool's blocks in host memory, as a connector sees them."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self.readable = pool.view
+        self.writable = pool.view
+
+
+def _block_bytes(pool: DevicePool, device: str) -> _PoolBytes:
+    return _PoolBytes(pool)
