@@ -75,11 +75,13 @@ $(PY):
 	exit 1
 
 $(DEV_READY): | $(PY)
+	@echo "Installing into $(VENV): some minutes the first time, torch is large"
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.ready-dev-* $(VENV)/.ready-engine-*
 	@touch $@
 
 $(ENGINE_READY): | $(PY)
+	@echo "Installing into $(VENV): some minutes the first time, torch is large"
 	$(PIP) install --quiet -c constraints.txt -e '.[engine]'
 	@rm -f $(VENV)/.ready-engine-*
 	@touch $@
