@@ -67,14 +67,23 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
     return isinstance(last, ast.Raise) and last.exc is None
 
 
+def logs_it(handler: ast.ExceptHandler) -> bool:
+    """Whether its first statement logs the traceback, with a message that says what comes of it."""
+    first = handler.body[0]
+    call = first.value if isinstance(first, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "exception"
+
+
 def test_broad_excepts_say_why() -> None:
     silent = []
     for path in checked_files():
         lines = path.read_text(encoding="utf-8").splitlines()
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ExceptHandler) and names_in(node.type) & BROAD and not passes_on(node):
-                if node.type is None or not has_reason(lines, node.lineno):
-                    silent.append(f"{relative(path)}:{node.lineno}")
+            if not isinstance(node, ast.ExceptHandler) or not names_in(node.type) & BROAD:
+                continue
+            explained = passes_on(node) or logs_it(node) or has_reason(lines, node.lineno)
+            if node.type is None or not explained:
+                silent.append(f"{relative(path)}:{node.lineno}")
     assert not silent, f"no reason given beside a broad except: {silent}"
 
 
