@@ -17,8 +17,8 @@ from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import Llama
 from pagetier.engine.pull import resolve_model
 from pagetier.engine.runner.torch_runner import TorchRunner
-from pagetier.engine.tokenizer import Tokenizer
-from pagetier.engine.weights.loader import load_checkpoint, load_tokenizer
+from pagetier.engine.tokenizer import Tokenizer, load_tokenizer
+from pagetier.engine.weights.loader import load_checkpoint
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.config import GIB, StoreConfig, format_size
 from pagetier.kvstore.errors import ConfigError

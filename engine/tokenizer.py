@@ -15,7 +15,7 @@ from pagetier.engine.gguf_tokenizer import backend_from_gguf
 from pagetier.engine.models.gguf_config import eos_token_ids
 from pagetier.engine.models.hf_config import id_tuple, load_json
 from pagetier.engine.token_bytes import TokenBytes
-from pagetier.engine.weights.gguf_file import read_gguf_header
+from pagetier.engine.weights.gguf_header import map_file, read_header
 from pagetier.kvstore.errors import ConfigError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -57,7 +57,8 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, path: Path) -> Tokenizer:
         """Built from a GGUF file's metadata. Raises ConfigError naming what is missing or not supported."""
-        metadata = read_gguf_header(path).metadata
+        with map_file(path) as data:
+            metadata = read_header(path, data).metadata
         backend = backend_from_gguf(metadata, str(path))
         named = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -123,6 +124,27 @@ class Tokenizer:
         if name not in self._templates:
             raise ChatTemplateError(f"{self.facts.where}: the model has no chat template; use the completions API")
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a `.gguf` file or a Hugging Face folder. Loads no torch. Raises ConfigError."""
+    path = checkpoint_path(path)
+    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_folder(path)
+
+
+def checkpoint_path(path: Path) -> Path:
+    """The path itself, or the only `.gguf` of a folder that has no `config.json`. Raises ConfigError."""
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1:
+            return found[0]
+        what = f"{len(found)} .gguf files (name one of them)" if found else "neither config.json nor a .gguf file"
+        raise ConfigError(f"{path}: the folder holds {what}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    return path
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from pagetier.engine.config import DTYPES
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.hf_config import ARCHITECTURES
 from pagetier.engine.pull import resolve_model
-from pagetier.engine.tokenizer import Tokenizer
-from pagetier.engine.weights.loader import load_checkpoint, load_tokenizer
+from pagetier.engine.tokenizer import Tokenizer, load_tokenizer
+from pagetier.engine.weights.loader import load_checkpoint
 from pagetier.kvstore.errors import ConfigError, PagetierError
 
 

@@ -11,7 +11,7 @@ import torch
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.gguf_config import config_from_gguf
 from pagetier.engine.weights.dequantize import dequantize
-from pagetier.engine.weights.gguf_header import GGUFHeader, map_file, read_header
+from pagetier.engine.weights.gguf_header import map_file, read_header
 from pagetier.engine.weights.stored import StoredInfo
 from pagetier.kvstore.errors import ConfigError
 
@@ -112,9 +112,3 @@ class GGUFFile:
         self._bytes = None
         with contextlib.suppress(BufferError):  # a caller's slice still looks into it: unmapped when that one goes
             self._map.close()
-
-
-def read_gguf_header(path: Path) -> GGUFHeader:
-    """The header alone, for the tokenizer."""
-    with map_file(path) as data:
-        return read_header(path, data)

@@ -10,7 +10,7 @@ import torch
 
 from pagetier.engine.config import DTYPES
 from pagetier.engine.models.config import ModelConfig
-from pagetier.engine.tokenizer import Tokenizer
+from pagetier.engine.tokenizer import checkpoint_path
 from pagetier.engine.weights.fingerprint import FingerprintCache, combine, stamp, tensor_digest
 from pagetier.engine.weights.gguf_file import GGUFFile
 from pagetier.engine.weights.safetensors_folder import SafetensorsFolder
@@ -60,27 +60,6 @@ def load_config(path: Path) -> ModelConfig:
     source = _open(path)
     source.close()
     return source.config
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `.gguf` file or a Hugging Face folder. Raises ConfigError."""
-    path = checkpoint_path(path)
-    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_folder(path)
-
-
-def checkpoint_path(path: Path) -> Path:
-    """The path itself, or the only `.gguf` of a folder that has no `config.json`. Raises ConfigError."""
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        found = sorted(path.glob("*.gguf"))
-        if len(found) == 1:
-            return found[0]
-        what = f"{len(found)} .gguf files (name one of them)" if found else "neither config.json nor a .gguf file"
-        raise ConfigError(f"{path}: the folder holds {what}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
-    return path
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
