@@ -36,8 +36,8 @@ class Outcome(StrEnum):
 class BreakerPolicy:
     """When to open and how long to stay so.
 
-    max_failures: FAILED in a row that open it; 3 keep one lost packet from closing a tier. window, min_calls, bad_share:
-    it also opens when more than this share of the last `window` calls, `min_calls` at least, were FAILED or SLOW.
+    max_failures: FAILED in a row that open it; 3, so that one lost packet does not. window, min_calls, bad_share: it
+    also opens when more than this share of the last `window` calls, `min_calls` at least, were FAILED or SLOW.
     cool_s: from open to the first probe, doubled up to max_cool_s by each probe that fails.
     """
 

@@ -1,4 +1,7 @@
-"""The store's configuration: sizes as text, one frozen object, validated here. The store's only look at the environment."""
+"""The store's configuration: sizes as text, one frozen object, validated here.
+
+The only file of the store that looks at the environment for more than places.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,11 @@ def parse_size(text: str | int, flag: str = "size") -> int:
     unit = next((u for u in UNITS if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None:
         raise ConfigError.bad_value(flag, text, SIZE_ALLOWED)
-    nbytes = float(match[1]) * UNITS[unit] if "." in match[1] else int(match[1]) * UNITS[unit]
-    if nbytes != int(nbytes):
-        raise ConfigError.bad_value(flag, text, f"a whole number of bytes; {SIZE_ALLOWED}")
-    return int(nbytes)
+    return int(float(match[1]) * UNITS[unit]) if "." in match[1] else int(match[1]) * UNITS[unit]
 
 
 def format_size(nbytes: int) -> str:
-    """For people: the largest unit that leaves at least 1, two decimals unless it is exact; "1.50GiB", "360KiB", "12B"."""
+    """For people, in the largest unit that leaves at least 1, two decimals unless exact: "1.50GiB", "360KiB", "12B"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(nbytes) >= UNITS[unit]:
             value = nbytes / UNITS[unit]
@@ -53,7 +53,8 @@ class StoreLimits:
 
     piece_bytes: read or written by one call of a tier; 4 MiB is past the knee of NVMe and socket throughput, and small
         enough that a deadline keeps a useful front.
-    put_queue_bytes: waiting to be written, per tier; 256 MiB is some 700 blocks of a 135M model, about a second of NVMe.
+    put_queue_bytes: waiting to be written, per tier; 256 MiB is some 700 blocks of a 135M model, a fraction of
+        a second of NVMe.
     put_budget_s: for one piece to be written; saves hold device blocks, so a silent tier must give them back.
     floor_bytes_per_s: the slowest medium worth waiting for: a load's budget grows by its bytes over this. Infinite: the
         budget is the whole time, whatever the size.

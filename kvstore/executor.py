@@ -1,4 +1,4 @@
-"""Where the store's blocking work runs: a bounded thread pool, or the caller's own thread in an order drawn from a seed.
+"""Where the store's blocking work runs: a bounded thread pool, or the caller's own thread in a seeded order.
 
 The only file of the store that makes threads. A task is a callable that returns its next phase or None. Threads run the
 phases back to back; the seeded executor may let other tasks, or the caller, in between them, as a slow medium would.
@@ -87,8 +87,8 @@ class ThreadPool:
 class SeededExecutor:
     """Runs tasks only inside `pump`, in an order drawn from `seed`: equal seeds and calls replay exactly.
 
-    eagerness: the chance of each waiting phase to run in a pump; 1.0 runs everything, phases and follow-ups included, at
-    the first. At least one phase runs when there is any, so polling always ends. One thread only.
+    eagerness: the chance of each waiting phase to run in a pump; 1.0 runs all of them, follow-ups included, at the
+    first. At least one phase runs when there is any, so polling always ends. One thread only.
     """
 
     def __init__(self, seed: int = 0, eagerness: float = 0.5) -> None:

@@ -1,0 +1,169 @@
+"""One load: blocks stream front to back, in bounded pieces, from the tiers that have them into the caller's buffers.
+
+Tiers are read side by side, each by its own threads. A block that a tier fails is tried in the next tier that has it
+while time is left. At the deadline the completed blocks count, and a thread that still writes is waited for separately.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.executor import Task
+from pagetier.kvstore.job import LoadDone, LoadQuiesced
+from pagetier.kvstore.port import TierPort
+from pagetier.kvstore.tier import BlockRead
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to load: `destinations[i]` takes block i, sought from port `first_ports[i]` on, until `deadline_s`."""
+
+    job: int
+    names: tuple[BlockName, ...]
+    part: Part
+    destinations: tuple[memoryview, ...]
+    first_ports: tuple[int, ...]
+    deadline_s: float
+    piece_blocks: int
+
+
+Report = Callable[[LoadDone | LoadQuiesced], None]
+Promote = Callable[[int, Sequence[BlockRead]], None]  # (port they came from, blocks now in their destinations)
+
+
+class Load:
+    """The state of a load, advanced by the threads of the tiers.
+
+    Invariants: a block is open, waiting for one port, being read in one piece, or final; no destination is written
+    after the job quiesced; LoadDone is reported once, LoadQuiesced only after a LoadDone that was not quiesced.
+    """
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        ports: Sequence[TierPort],
+        clock: Callable[[], float],
+        report: Report,
+        promote: Promote,
+    ) -> None:
+        self.request = request
+        self._ports, self._clock, self._report, self._promote = ports, clock, report, promote
+        num_blocks = len(request.names)
+        self._reads = [
+            BlockRead(name, request.part, destination)
+            for name, destination in zip(request.names, request.destinations, strict=True)
+        ]
+        self._lock = threading.Lock()
+        self._statuses: list[BlockStatus | None] = [
+            None
+        ] * num_blocks  # guarded by self._lock, as all below; None: open
+        self._failures: list[BlockStatus | None] = [None] * num_blocks  # the first one of each block
+        self._served: list[str | None] = [None] * num_blocks
+        self._waiting: list[deque[int]] = [deque() for _ in ports]
+        self._lanes = [0] * len(ports)  # tasks that take pieces from that port's queue
+        self._num_open, self._num_reading = num_blocks, 0
+        self._is_reported = self._is_quiesced = False
+        self._begun_s = clock()
+        self.spent_s = 0.0  # set before it is reported
+
+    def start(self) -> None:
+        """Queue all blocks at their first ports."""
+        with self._lock:
+            for i, port in enumerate(self.request.first_ports):
+                self._route(i, port, found=True)
+            self._settle()
+
+    def expire(self) -> None:
+        """Answer now: blocks that are not complete count as timed out. For the store's thread, at the deadline."""
+        with self._lock:
+            if self._is_reported:
+                return
+            for waiting in self._waiting:
+                waiting.clear()
+            self._num_open = 0
+            self._finish()
+
+    def _route(self, i: int, first_port: int, *, found: bool = False) -> None:
+        """Give block i to the first port from `first_port` on that may have it, or make it final. Needs the lock.
+
+        `found`: the first port is known to have it, from the lookup.
+        """
+        if self._clock() >= self.request.deadline_s:
+            return self._make_final(i, self._failures[i] or BlockStatus.TIMEOUT)
+        for index in range(first_port, len(self._ports)):
+            port = self._ports[index]
+            known = found and index == first_port
+            if port.reads.would_allow() and (known or not port.at_once or port.has(self._reads[i].address)):
+                self._waiting[index].append(i)
+                return self._open_lanes(index)
+        return self._make_final(i, self._failures[i] or BlockStatus.MISS)
+
+    def _make_final(self, i: int, status: BlockStatus, tier: str | None = None) -> None:
+        self._statuses[i], self._served[i] = status, tier
+        self._num_open -= 1
+
+    def _open_lanes(self, index: int) -> None:
+        """Keep as many tasks on a port's queue as there are pieces, at most its threads. Needs the lock."""
+        num_pieces = -(-len(self._waiting[index]) // self.request.piece_blocks)
+        while self._lanes[index] < min(num_pieces, self._ports[index].num_lanes):
+            self._lanes[index] += 1
+            self._ports[index].read_executor.submit(functools.partial(self._take, index))
+
+    def _take(self, index: int) -> Task | None:
+        """First phase of a lane's turn: take the next piece."""
+        with self._lock:
+            waiting = self._waiting[index]
+            piece = [waiting.popleft() for _ in range(min(len(waiting), self.request.piece_blocks))]
+            if not piece:
+                self._lanes[index] -= 1
+                return None
+            self._num_reading += 1
+        return functools.partial(self._read, index, piece)
+
+    def _read(self, index: int, piece: list[int]) -> None:
+        """Second phase: read it. The lane queues again behind other loads, which keeps them fair."""
+        port = self._ports[index]
+        reads = [self._reads[i] for i in piece]
+        statuses = port.get(reads, self.request.deadline_s)
+        loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
+        if index and loaded:
+            self._promote(index, loaded)
+        with self._lock:
+            self._num_reading -= 1
+            self._lanes[index] -= 1
+            if not self._is_reported:
+                for i, status in zip(piece, statuses, strict=True):
+                    if status is BlockStatus.OK:
+                        self._make_final(i, status, port.name)
+                    else:
+                        self._failures[i] = self._failures[i] or status
+                        self._route(i, index + 1)
+                self._open_lanes(index)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Report if this was the last step. Needs the lock."""
+        if self._num_reading or self._num_open:
+            return
+        if not self._is_reported:
+            self._finish()
+        elif not self._is_quiesced:
+            self._is_quiesced = True
+            self._report(LoadQuiesced(self.request.job))
+
+    def _finish(self) -> None:
+        self._is_reported = True
+        self.spent_s = self._clock() - self._begun_s
+        self._is_quiesced = self._num_reading == 0
+        statuses = tuple(status or BlockStatus.TIMEOUT for status in self._statuses)
+        self._report(LoadDone(self.request.job, statuses, tuple(self._served), self._is_quiesced))
+        for port in self._ports:
+            port.submit_touch(self._loaded_from(port))
+
+    def _loaded_from(self, port: TierPort) -> list[Address]:
+        return [read.address for read, tier in zip(self._reads, self._served, strict=True) if tier == port.name]

@@ -1,0 +1,136 @@
+"""One lookup: the longest prefix of a chain that the tiers hold between them, block by block, pinned.
+
+Knows tiers only as ports. Runs where it is told to: on the caller's thread as far as no I/O is needed, else on a tier's
+lookup thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from pagetier.kvstore.block import Address, BlockName, Part
+from pagetier.kvstore.job import LookupDone
+from pagetier.kvstore.port import TierPort
+
+
+class Lookup:
+    """A ticket: what was asked, what is found and pinned so far, and whether it was answered.
+
+    Block i is served by the first port, in hierarchy order, that has it. Invariant: every pin belongs to a block in
+    `_assigned`; after `close` there is none.
+    """
+
+    def __init__(
+        self,
+        ticket: int,
+        names: Sequence[BlockName],
+        part: Part,
+        ports: Sequence[TierPort],
+        deadline_s: float,
+        clock: Callable[[], float],
+        report: Callable[[LookupDone], None],
+    ) -> None:
+        self.ticket, self.deadline_s = ticket, deadline_s
+        self.loads: set[int] = set()  # owner: the store's thread, as the one below
+        self.is_released = False
+        self._names, self._ports, self._clock, self._report = tuple(names), ports, clock, report
+        self._begun_s = clock()
+        self.spent_s = 0.0  # of the ticket's budget; owner: the store's thread, once answered
+        self._addresses = [Address(name.key, part) for name in names]
+        self._runs: dict[int, tuple[int, int]] = {}  # owner: whoever runs it; port -> half-open run last found by I/O
+        self._full: set[int] = set()  # owner: whoever runs it; ports whose pins reached their bound
+        self._lock = threading.Lock()
+        self._assigned: list[int] = []  # guarded by self._lock; port index of each leading block
+        self._is_answered = self._is_closed = False  # guarded by self._lock
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block was found."""
+        with self._lock:
+            return len(self._assigned) == len(self._names)
+
+    @property
+    def is_answered(self) -> bool:
+        with self._lock:
+            return self._is_answered
+
+    def extend(self, ports: Sequence[int]) -> None:
+        """Find as much as these ports (indices, hierarchy order) hold between them, from where it stands."""
+        while True:
+            with self._lock:
+                at = len(self._assigned)
+                if self._is_closed or self._is_answered or at == len(self._names):
+                    return
+            if not self._extend_run(at, ports):
+                return
+
+    def answer(self) -> None:
+        """Report what was found so far, once; whatever is still looking ends without effect."""
+        with self._lock:
+            if self._is_answered or self._is_closed:
+                return
+            self._is_answered = True
+            self.spent_s = self._clock() - self._begun_s
+            tiers = tuple(self._ports[port].name for port in self._assigned)
+            self._report(LookupDone(self.ticket, tiers))
+
+    def first_ports(self, blocks: Sequence[BlockName]) -> list[int]:
+        """For each block, the index of the port it was found in; 0 for one that was not found."""
+        with self._lock:
+            found = {name.key: port for name, port in zip(self._names, self._assigned, strict=False)}
+        return [found.get(block.key, 0) for block in blocks]
+
+    def close(self) -> None:
+        """Drop all pins. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            assigned, self._assigned = self._assigned, []
+        for index, port in enumerate(self._ports):
+            if port.pinning is not None:
+                mine = [a for a, owner in zip(self._addresses, assigned, strict=False) if owner == index]
+                port.unpin(mine)
+
+    def _extend_run(self, at: int, ports: Sequence[int]) -> bool:
+        for rank, index in enumerate(ports):
+            count = self._count(index, at)
+            count = self._until_faster(ports[:rank], at, count)
+            run = self._addresses[at : at + count]
+            if run and self._ports[index].pinning is not None:
+                pinned = self._ports[index].pin(run)
+                if pinned < count:
+                    self._full.add(index)
+                run = run[:pinned]
+            if run:
+                return self._assign(index, run)
+        return False
+
+    def _count(self, index: int, at: int) -> int:
+        """How many blocks from `at` on the port has. What I/O told before is not asked again."""
+        if index in self._full:
+            return 0
+        start, end = self._runs.get(index, (0, 0))
+        if start <= at < end:
+            return end - at
+        if start < end == at:
+            return 0
+        count = self._ports[index].find(self._addresses[at:], self.deadline_s)
+        if count and not self._ports[index].at_once:
+            self._runs[index] = (at, at + count)
+        return count
+
+    def _until_faster(self, faster: Sequence[int], at: int, count: int) -> int:
+        """Cut a run where an earlier port, one that answers at once, has a block again."""
+        candidates = [self._ports[i] for i in faster if self._ports[i].at_once and i not in self._full]
+        for i in range(1, count):
+            if any(port.has(self._addresses[at + i]) for port in candidates):
+                return i
+        return count
+
+    def _assign(self, index: int, run: list[Address]) -> bool:
+        with self._lock:
+            if not self._is_closed and not self._is_answered:
+                self._assigned.extend([index] * len(run))
+                return True
+        self._ports[index].unpin(run)
+        return False

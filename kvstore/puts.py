@@ -1,0 +1,185 @@
+"""Writing: one queue per tier, bounded in bytes, emptied head first by one thread; and the job that spans the tiers.
+
+When a queue is full the newest block is dropped, and with it the rest of its chain, now and later: a block whose parent
+is missing would never be found. Nothing is copied here: sources belong to the caller until the job is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pagetier.kvstore.block import BlockStatus, Part
+from pagetier.kvstore.config import StoreLimits
+from pagetier.kvstore.executor import Task
+from pagetier.kvstore.job import PutDone
+from pagetier.kvstore.port import TierPort
+from pagetier.kvstore.tier import BlockWrite
+
+MAX_REMEMBERED_DROPS = 65_536  # keys whose children are dropped too, per tier; some 7 MB
+
+
+class PutJob:
+    """Collects, per block, what the tiers answered; reports once all have, so that no source is read any more."""
+
+    def __init__(self, job: int, num_blocks: int, num_tiers: int, report: Callable[[PutDone], None]) -> None:
+        self.job, self._report = job, report
+        self._lock = threading.Lock()
+        self._statuses: list[BlockStatus | None] = [None] * num_blocks  # guarded by self._lock
+        self._num_open = num_blocks * num_tiers  # guarded by self._lock
+        if not self._num_open:
+            report(PutDone(job, (BlockStatus.DROPPED,) * num_blocks))
+
+    def settle(self, i: int, status: BlockStatus) -> None:
+        """One tier is done with block i. Stored somewhere beats there already beats the first failure."""
+        with self._lock:
+            before = self._statuses[i]
+            if before is None or status is BlockStatus.OK:
+                self._statuses[i] = status
+            elif status is BlockStatus.EXISTS and before is not BlockStatus.OK:
+                self._statuses[i] = status
+            self._num_open -= 1
+            if not self._num_open:
+                self._report(PutDone(self.job, tuple(s or BlockStatus.DROPPED for s in self._statuses)))
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPut:
+    """One block on its way to one tier; `job` is None for a promotion, which owns its bytes."""
+
+    write: BlockWrite
+    job: PutJob | None
+    index: int
+
+    def settle(self, status: BlockStatus) -> None:
+        if self.job is not None:
+            self.job.settle(self.index, status)
+
+
+class PutQueue:
+    """What waits to be written to one tier. Thread-safe.
+
+    Invariants: queued_bytes <= the limit, and is the sum over what is queued or being written; at most one task empties
+    the queue, so blocks arrive in the order they were offered.
+    """
+
+    def __init__(self, port: TierPort, part: Part, limits: StoreLimits, clock: Callable[[], float]) -> None:
+        self.port = port
+        self._part, self._limits, self._clock = part, limits, clock
+        self._lock = threading.Lock()
+        self._queue: deque[QueuedPut] = deque()  # guarded by self._lock, as all below
+        self._queued_bytes = 0
+        self._is_draining = self._is_closed = False
+        self._dropped: OrderedDict[bytes, None] = OrderedDict()
+        self._num_dropped = self._num_promoted = 0
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return not self._queue and not self._is_draining
+
+    @property
+    def queued_bytes(self) -> int:
+        with self._lock:
+            return self._queued_bytes
+
+    @property
+    def num_dropped(self) -> int:
+        """Blocks refused since start, for room or because their chain was cut."""
+        with self._lock:
+            return self._num_dropped
+
+    @property
+    def num_promoted(self) -> int:
+        """Blocks queued since start because a slower tier served them."""
+        with self._lock:
+            return self._num_promoted
+
+    def has_room(self, nbytes: int) -> bool:
+        """Room for a promotion: these may use half of the queue, so that they never push out what was computed."""
+        with self._lock:
+            return not self._is_closed and self._queued_bytes + nbytes <= self._limits.put_queue_bytes // 2
+
+    def offer(self, puts: Sequence[QueuedPut]) -> None:
+        """Queue blocks, head first. Those that do not fit are DROPPED at once, with the rest of their chain."""
+        refused: list[QueuedPut] = []
+        with self._lock:
+            for put in puts:
+                name, nbytes = put.write.name, len(put.write.source)
+                fits = self._queued_bytes + nbytes <= self._limits.put_queue_bytes
+                if self._is_closed or not fits or name.parent in self._dropped:
+                    refused.append(put)
+                    self._remember_drop(name.key)
+                    continue
+                self._dropped.pop(name.key, None)
+                self._queue.append(put)
+                self._queued_bytes += nbytes
+                self._num_promoted += put.job is None
+            if self._queue and not self._is_draining:
+                self._is_draining = True
+                self.port.write_executor.submit(self._take)
+        for put in refused:
+            put.settle(BlockStatus.DROPPED)
+
+    def forget_drop(self, keys: Sequence[bytes]) -> None:
+        """These blocks are stored after all, so their children may be again."""
+        with self._lock:
+            if self._dropped:
+                for key in keys:
+                    self._dropped.pop(key, None)
+
+    def close(self) -> None:
+        """Refuse and drop everything that is not being written now. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            refused, self._queue = list(self._queue), deque()
+            self._queued_bytes -= sum(len(put.write.source) for put in refused)
+            self._num_dropped += len(refused)
+        for put in refused:
+            put.settle(BlockStatus.DROPPED)
+
+    def check(self) -> None:
+        """Raise AssertionError when the account of bytes is wrong."""
+        with self._lock:
+            queued = sum(len(put.write.source) for put in self._queue)
+            assert queued <= self._queued_bytes <= self._limits.put_queue_bytes, (
+                f"{self.port.name}: {queued} bytes wait, {self._queued_bytes} counted"
+            )
+            if not self._is_draining:
+                assert not self._queue and not self._queued_bytes, f"{self.port.name}: puts wait and nobody writes them"
+
+    def _take(self) -> Task | None:
+        """First phase: take a piece off the front."""
+        piece: list[QueuedPut] = []
+        nbytes = 0
+        with self._lock:
+            while self._queue and (not piece or nbytes < self._limits.piece_bytes):
+                piece.append(self._queue.popleft())
+                nbytes += len(piece[-1].write.source)
+            if not piece:
+                self._is_draining = False
+                return None
+        return functools.partial(self._write, piece, nbytes)
+
+    def _write(self, piece: list[QueuedPut], nbytes: int) -> Task | None:
+        """Second phase: write it, settle its blocks, queue again behind the tier's other work."""
+        budget_s = self._limits.put_budget_s + nbytes / self._limits.floor_bytes_per_s
+        statuses = self.port.put([put.write for put in piece], self._clock() + budget_s)
+        with self._lock:
+            self._queued_bytes -= nbytes
+            for put, status in zip(piece, statuses, strict=True):
+                if status is BlockStatus.DROPPED:
+                    self._remember_drop(put.write.name.key)
+        for put, status in zip(piece, statuses, strict=True):
+            put.settle(status)
+        self.port.write_executor.submit(self._take)
+        return None
+
+    def _remember_drop(self, key: bytes) -> None:
+        self._num_dropped += 1
+        self._dropped[key] = None
+        if len(self._dropped) > MAX_REMEMBERED_DROPS:
+            self._dropped.popitem(last=False)

@@ -1,0 +1,324 @@
+"""The store: one set of lower tiers behind verbs that never block, and `poll` for what became of them.
+
+Owns tickets, jobs, budgets and the tiers' lives. Knows names and buffers, not requests, device blocks or tensors.
+Control runs on the caller's thread, inside `submit_*` and `poll`; only bytes and lookups with I/O go to threads. (An
+asyncio control thread was the plan: it would add a third thread to every hand-over and nothing to wait for, since tiers
+bring deadlines of their own.)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.breaker import BreakerState
+from pagetier.kvstore.config import StoreLimits
+from pagetier.kvstore.errors import ClosedError, ConfigError
+from pagetier.kvstore.executor import ExecutorFactory, ThreadPool
+from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
+from pagetier.kvstore.loads import Load, LoadRequest
+from pagetier.kvstore.lookup import Lookup
+from pagetier.kvstore.port import TierPort
+from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
+
+logger = logging.getLogger(__name__)
+
+FLUSH_POLL_S = 0.001
+
+
+class TieredStore:
+    """Lower tiers in hierarchy order, fastest first. One part, one payload size, one cache identity.
+
+    All methods are for one thread, the engine's; none blocks but `flush` and `close`, none raises for what a tier does.
+    The caller keeps destinations until their load quiesced and sources until their put is done. Jobs and tickets are
+    numbered from one counter, so no two share a number.
+
+    load_budget_s: for one ticket's lookup and loads together. clock: seconds; must be the tiers' own. make_executor:
+    `SeededExecutor(seed).factory` makes a run replay exactly, if the clock is a fake one too. resources: closed with
+    the store, after its tiers.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        part: Part,
+        payload_bytes: int,
+        load_budget_s: float = 1.0,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        make_executor: ExecutorFactory = ThreadPool,
+        resources: ExitStack | None = None,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if len(set(names)) != len(names):
+            raise ConfigError.bad_value("--kv-tier", ",".join(names), "each tier once")
+        self._part, self._payload_bytes = part, payload_bytes
+        self._budget_s, self._limits, self._clock = load_budget_s, limits or StoreLimits(), clock
+        self._resources = resources or ExitStack()
+        self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
+        self._queues = [PutQueue(port, part, self._limits, clock) for port in self._ports]
+        executors = (e for p in self._ports for e in (p.lookup_executor, p.read_executor, p.write_executor))
+        self._executors = list(dict.fromkeys(executors))
+        self._done: deque[Completion] = deque()  # appended to by any thread
+        self._next = 1  # owner: the caller's thread, as all below
+        self._tickets: dict[int, Lookup] = {}
+        self._asking: dict[int, Lookup] = {}  # not answered yet
+        self._loads: dict[int, tuple[Load, Lookup]] = {}
+        self._is_closed = False
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def submit_lookup(self, blocks: Sequence[BlockName]) -> int:
+        """Ask for the longest prefix of a chain, head first; a ticket. `LookupDone` comes with a later `poll`: the very
+        next one if only tiers that answer at once need to be asked. What was found is pinned, where the tier can, until
+        `release`."""
+        self._check_open()
+        number, report = self._take_number(), self._done.append
+        deadline_s = self._clock() + self._budget_s * self._limits.lookup_share
+        lookup = Lookup(number, blocks, self._part, self._ports, deadline_s, self._clock, report)
+        self._tickets[lookup.ticket] = lookup
+        usable = [i for i, port in enumerate(self._ports) if port.reads.would_allow()]
+        first_slow = next((i for i in usable if not self._ports[i].at_once), None)
+        lookup.extend(usable if first_slow is None else [i for i in usable if i < first_slow])
+        if first_slow is None or lookup.is_complete:
+            lookup.answer()
+        else:
+            self._asking[lookup.ticket] = lookup
+            self._ports[first_slow].lookup_executor.submit(functools.partial(_find, lookup, usable))
+        return lookup.ticket
+
+    def submit_load(self, ticket: int, blocks: Sequence[BlockName], destinations: Sequence[memoryview]) -> int:
+        """Load blocks of a ticket's hit; a job. Destinations are writable and exactly `payload_bytes` each.
+
+        `LoadDone` comes with a status per block, at the latest with the first `poll` after the budget is used up; if it
+        is not quiesced, `LoadQuiesced` follows."""
+        self._check_open()
+        lookup = self._tickets[ticket]
+        left_s = max(0.0, self._budget_s - lookup.spent_s)
+        extra_s = len(blocks) * self._payload_bytes / self._limits.floor_bytes_per_s
+        request = LoadRequest(
+            job=self._take_number(),
+            names=tuple(blocks),
+            part=self._part,
+            destinations=tuple(self._sized(destination) for destination in destinations),
+            first_ports=tuple(lookup.first_ports(blocks)),
+            deadline_s=self._clock() + left_s + extra_s,
+            piece_blocks=self._piece_blocks,
+        )
+        load = Load(request, self._ports, self._clock, self._done.append, self._promote)
+        self._loads[request.job] = (load, lookup)
+        lookup.loads.add(request.job)
+        load.start()
+        return request.job
+
+    def submit_put(self, blocks: Sequence[BlockName], sources: Sequence[memoryview]) -> int:
+        """Store blocks, head first, in every tier; a job. Names that a tier is known to hold cost nothing there.
+
+        `PutDone` comes when no source is read any more: OK when any tier stored the block now, EXISTS when it was there
+        already, else what the first tier that refused it said."""
+        self._check_open()
+        writes = [BlockWrite(n, self._part, self._sized(s)) for n, s in zip(blocks, sources, strict=True)]
+        job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
+        for port, queue in zip(self._ports, self._queues, strict=True):
+            new: list[QueuedPut] = []
+            there: list[bytes] = []
+            for i, write in enumerate(writes):
+                if port.has(write.address):
+                    there.append(write.name.key)
+                    job.settle(i, BlockStatus.EXISTS)
+                else:
+                    new.append(QueuedPut(write, job, i))
+            queue.forget_drop(there)
+            queue.offer(new)
+        return job.job
+
+    def touch(self, blocks: Sequence[BlockName]) -> None:
+        """A request used this chain, given head first: renew it in every tier, soon and best effort."""
+        self._check_open()
+        addresses = [Address(name.key, self._part) for name in blocks]
+        for port in self._ports:
+            port.submit_touch(addresses)
+
+    def release(self, ticket: int) -> None:
+        """Give up a ticket, once. An unfinished lookup ends unseen; loads end as usual and keep the pins till then."""
+        lookup = self._tickets.pop(ticket)
+        self._asking.pop(ticket, None)
+        lookup.is_released = True
+        if not lookup.loads:
+            lookup.close()
+
+    def poll(self) -> list[Completion]:
+        """Everything that finished since the last call, in the order in which it did."""
+        if not self._is_closed:
+            for executor in self._executors:
+                executor.pump()
+            self._expire()
+        finished: list[Completion] = []
+        while self._done:
+            completion = self._done.popleft()
+            if self._account(completion):
+                finished.append(completion)
+        return finished
+
+    # -- beside the verbs ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Per tier `blocks bytes capacity_bytes evictions errors corrupt breaker`, as in `GET /stats`. No I/O."""
+        return {port.name: port.stats() for port in self._ports}
+
+    def counters(self) -> dict[str, int]:
+        """The store's own account: what waits, what was dropped, promoted, or is pinned by tickets."""
+        return {
+            "tickets": len(self._tickets),
+            "loads": len(self._loads),
+            "queued_put_bytes": sum(queue.queued_bytes for queue in self._queues),
+            "dropped_puts": sum(queue.num_dropped for queue in self._queues),
+            "promoted_blocks": sum(queue.num_promoted for queue in self._queues),
+        }
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether some tier's breaker is not closed."""
+        return any(port.state is not BreakerState.CLOSED for port in self._ports)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a later `poll` will answer something."""
+        return bool(self._done or self._asking or self._loads or not all(queue.is_idle for queue in self._queues))
+
+    def put_identity(self, domain: bytes, encoded: bytes) -> None:
+        """Keep the encoded CacheIdentity in every tier, later and best effort."""
+        self._check_open()
+        for port in self._ports:
+            port.write_executor.submit(functools.partial(port.tier.put_identity, domain, encoded))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all queued puts were written or refused; whether that was so in time. Blocks: for shutdown."""
+        deadline_s = time.monotonic() + timeout_s
+        while not all(queue.is_idle for queue in self._queues):
+            if time.monotonic() >= deadline_s:
+                return False
+            for executor in self._executors:
+                executor.pump()
+            time.sleep(FLUSH_POLL_S)
+        return True
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant of the store or of a tier is broken."""
+        for port, queue in zip(self._ports, self._queues, strict=True):
+            queue.check()
+            port.tier.check()
+        for ticket, lookup in self._tickets.items():
+            assert not lookup.is_released, f"ticket {ticket} is released and still known"
+        for job, (_, lookup) in self._loads.items():
+            assert job in lookup.loads, f"load {job} is not of ticket {lookup.ticket}"
+
+    def close(self) -> None:
+        """Drop what is queued, wait for bytes under way, end the threads, close the tiers. Idempotent. `poll` still
+        hands out what finished."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for queue in self._queues:
+            queue.close()
+        for lookup in self._asking.values():
+            lookup.answer()
+        for load, _ in self._loads.values():
+            load.expire()
+        deadline_s = time.monotonic() + self._limits.close_s
+        for executor in self._executors:
+            if not executor.close(max(0.0, deadline_s - time.monotonic())):
+                logger.warning(
+                    "a KV tier still moves bytes after %.0f s; its thread is left behind", self._limits.close_s
+                )
+        for lookup in [*self._tickets.values(), *(lookup for _, lookup in self._loads.values())]:
+            lookup.close()
+        for port in self._ports:
+            port.tier.close()
+        self._resources.close()
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _piece_blocks(self) -> int:
+        return max(1, self._limits.piece_bytes // max(1, self._payload_bytes))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the KV store is closed")
+
+    def _take_number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _sized(self, view: memoryview) -> memoryview:
+        assert view.nbytes == self._payload_bytes, f"a block of {view.nbytes} bytes, not {self._payload_bytes}"
+        return view
+
+    def _promote(self, index: int, reads: Sequence[BlockRead]) -> None:
+        """On a read thread, before the load answers: copy blocks that came from tier `index` to faster tiers.
+
+        Only where the index says at once that they are missing and half of the queue is free; the copy is what makes it
+        safe to let go of the destination."""
+        for port, queue in zip(self._ports[:index], self._queues[:index], strict=True):
+            if not port.at_once or not port.writes.would_allow():
+                continue
+            room = queue.has_room(self._payload_bytes * len(reads))
+            missing = [read for read in reads if room and not port.has(read.address)]
+            puts = [
+                QueuedPut(BlockWrite(read.name, self._part, memoryview(bytes(read.destination))), None, 0)
+                for read in missing
+            ]
+            queue.offer(puts)
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        for lookup in self._asking.values():
+            if now_s >= lookup.deadline_s:
+                lookup.answer()
+        for load, _ in self._loads.values():
+            if now_s >= load.request.deadline_s:
+                load.expire()
+
+    def _account(self, completion: Completion) -> bool:
+        """Note what ended; whether the caller is to see it."""
+        if isinstance(completion, LookupDone):
+            self._asking.pop(completion.ticket, None)
+            return completion.ticket in self._tickets
+        if isinstance(completion, LoadDone):
+            load, lookup = self._loads[completion.job]
+            lookup.spent_s += load.spent_s
+            if completion.quiesced:
+                self._end_load(completion.job)
+        elif isinstance(completion, LoadQuiesced):
+            self._end_load(completion.job)
+        return True
+
+    def _end_load(self, job: int) -> None:
+        _, lookup = self._loads.pop(job)
+        lookup.loads.discard(job)
+        if lookup.is_released and not lookup.loads:
+            lookup.close()
+
+
+def _find(lookup: Lookup, usable: list[int]) -> None:
+    """On a lookup thread: ask the tiers that need I/O."""
+    lookup.extend(usable)
+    lookup.answer()
