@@ -1,0 +1,64 @@
+"""Errors as OpenAI's clients expect them: an HTTP status and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagetier.kvstore.errors import PagetierError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(PagetierError):
+    """A request that ends with an HTTP error. param: the field at fault. code: OpenAI's word for it, if any."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field whose effect this server does not have: refused, because ignoring it would change the answer."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def overloaded(num_open: int, limit: int) -> ApiError:
+    return ApiError(
+        503,
+        f"the queue is full: {num_open} sequences are running or waiting, allowed: {limit} "
+        "(--max-num-seqs plus --max-num-queued-reqs); try again later",
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def engine_dead(reason: str) -> ApiError:
+    return ApiError(503, f"the engine died: {reason}; restart the server", code="engine_dead")

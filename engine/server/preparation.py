@@ -1,0 +1,159 @@
+"""From a checked request body to engine requests: template, tokens, limits, keys, seeds.
+
+Runs on a small thread pool for long prompts, so that one 100K-token prompt does not hold up everybody's streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pagetier.engine.messages import EngineRequest
+from pagetier.engine.sampling_params import SamplingParams
+from pagetier.engine.server.errors import ApiError
+from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest
+from pagetier.engine.server.wire import Ready
+from pagetier.engine.tokenizer import Tokenizer
+from pagetier.kvstore.errors import PagetierError
+from pagetier.kvstore.keys import chain_names, hash_named, root_key
+
+INLINE_LENGTH = 4096  # characters or ids below which a hop to the pool costs more than the work (some 0.5 ms)
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One API request, ready for the engine. Sequence i is choice i % n of prompt i // n and has index i.
+
+    echo_texts: one per prompt, put before the text of its choices; empty unless asked for.
+    """
+
+    request_id: str
+    sequences: tuple[EngineRequest, ...]
+    params: SamplingParams
+    num_prompt_tokens: int
+    echo_texts: tuple[str, ...] = ()
+
+
+class Preparer:
+    """Knows the tokenizer and the engine's facts. Thread-safe; owner of its pool: event loop thread."""
+
+    def __init__(self, tokenizer: Tokenizer, ready: Ready) -> None:
+        self._tokenizer, self._ready = tokenizer, ready
+        self._hash = hash_named(ready.hash_name)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagetier-tokenize")
+
+    async def completion(self, body: CompletionRequest, request_id: str) -> PreparedRequest:
+        if sum(map(len, body.prompts)) < INLINE_LENGTH:
+            return self._completion(body, request_id)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._completion, body, request_id)
+
+    async def chat(self, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
+        if sum(len(str(message.content or "")) for message in body.messages) < INLINE_LENGTH:
+            return self._chat(body, request_id)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._chat, body, request_id)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _completion(self, body: CompletionRequest, request_id: str) -> PreparedRequest:
+        params = body.params()
+        prompts = [
+            self._encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else self._checked_ids(prompt)
+            for prompt in body.prompts
+        ]
+        echo: tuple[str, ...] = ()
+        if body.echo:
+            echo = tuple(
+                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt) for prompt in body.prompts
+            )
+        return self._prepared(body, request_id, prompts, params, "prompt", echo)
+
+    def _chat(self, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
+        params = body.params()
+        messages = body.template_messages()
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=body.add_generation_prompt, **(body.chat_template_kwargs or {})
+            )
+        except (PagetierError, TypeError) as error:  # TypeError: a keyword that the template takes as something else
+            raise ApiError(400, f"messages: {error}", param="messages") from None
+        prompt = self._encode(text, body.add_special_tokens)
+        return self._prepared(body, request_id, [prompt], params, "messages", ())
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, "prompt: contains half of a surrogate pair, which is no text", param="prompt") from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _checked_ids(self, ids: list[int]) -> list[int]:
+        vocab_size = self._ready.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+            raise ApiError(400, f"prompt: got token id {wrong}; allowed: 0 to {vocab_size - 1}", param="prompt")
+        return ids
+
+    def _prepared(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        field: str,
+        echo: tuple[str, ...],
+    ) -> PreparedRequest:
+        named_ids = (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(dict(params.logit_bias))))
+        for name, token_ids in named_ids:
+            for token_id in token_ids:
+                if not 0 <= token_id < self._ready.vocab_size:
+                    allowed = f"0 to {self._ready.vocab_size - 1}"
+                    raise ApiError(400, f"{name}: got token id {token_id}; allowed: {allowed}", param=name)
+        for ids in prompts:
+            self._check_length(len(ids), params, field)
+        salt = body.cache_salt or ""
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        now_s = time.monotonic()
+        sequences = []
+        for index, ids in enumerate(prompts):
+            keys = self._keys(ids, salt)
+            sequences += [
+                EngineRequest(
+                    request_id=f"{request_id}-{index * params.n + choice}",
+                    prompt_ids=tuple(ids),
+                    params=params,
+                    seed=seed,
+                    choice=choice,
+                    eos_token_ids=self._ready.eos_token_ids,
+                    cache_salt=salt,
+                    keys=keys,
+                    priority=body.priority,
+                    arrival_s=now_s,
+                )
+                for choice in range(params.n)
+            ]
+        return PreparedRequest(request_id, tuple(sequences), params, sum(map(len, prompts)), echo)
+
+    def _check_length(self, num_tokens: int, params: SamplingParams, field: str) -> None:
+        limit, wanted = self._ready.max_len_tokens, params.max_tokens
+        if num_tokens == 0:
+            raise ApiError(400, f"{field}: no tokens; allowed: at least one", param=field)
+        if num_tokens + (wanted or 1) <= limit:
+            return
+        asked = f"{num_tokens} prompt tokens" + (f" plus max_tokens {wanted}" if wanted else " plus at least one more")
+        raise ApiError(
+            400,
+            f"This server's maximum length is {limit} tokens, but {asked} were asked for; "
+            "shorten the prompt or lower max_tokens",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+    def _keys(self, ids: list[int], salt: str) -> bytes:
+        root = root_key(self._ready.domain, salt.encode(), self._hash)
+        return b"".join(name.key for name in chain_names(root, ids, self._ready.block_size, hash_=self._hash))
