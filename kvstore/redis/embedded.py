@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.places import check_socket_path, make_private_dir
-from pagetier.kvstore.redis.rendezvous import STOPPED, LockFile, Rendezvous
+from pagetier.kvstore.redis.rendezvous import STOPPED, LockFile, Rendezvous, trim_log
 from pagetier.kvstore.redis.supervisor import EXIT_OTHER_RUNS, ServerSpec
 
 log = logging.getLogger(__name__)
@@ -178,6 +178,7 @@ def _launch(spec: ServerSpec, deadline_s: float) -> None:
     """Start a supervisor; it holds its lock when this returns."""
     place = Rendezvous(spec.directory)
     command = [sys.executable, "-P", "-m", "pagetier.kvstore.redis.supervisor", *spec.arguments()]
+    trim_log(place.supervisor_log)
     with place.supervisor_log.open("ab") as output:
         try:
             done = subprocess.run(

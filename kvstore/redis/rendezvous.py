@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STOPPED = "stopped"
+MAX_LOG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +116,9 @@ class LockFile:
         except BlockingIOError:
             return False
         return True
+
+
+def trim_log(path: Path) -> None:
+    """Empty a log that has grown past MAX_LOG_BYTES."""
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        path.write_bytes(b"")

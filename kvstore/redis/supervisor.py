@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagetier.kvstore.redis.rendezvous import STOPPED, LockFile, Rendezvous
+from pagetier.kvstore.redis.rendezvous import STOPPED, LockFile, Rendezvous, trim_log
 
 log = logging.getLogger("pagetier.kvstore.redis.supervisor")
 
@@ -30,7 +30,6 @@ STOP_TIMEOUT_S = 2.0  # it has nothing to save
 QUICK_DEATH_S = 1.0
 RESTART_DELAY_S = 0.05  # doubled at each quick death in a row
 RESTART_DELAY_MAX_S = 5.0
-MAX_LOG_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 _SIGNALS = frozenset((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
@@ -139,7 +138,7 @@ class Supervisor:
             self._start_server()
 
     def _start_server(self) -> None:
-        _trim(self._place.server_log)
+        trim_log(self._place.server_log)
         parent = os.getpid()
 
         def prepare() -> None:
@@ -207,12 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     Supervisor(spec, lock).run()
     return 0
-
-
-def _trim(path: Path) -> None:
-    """Empty a log that has grown past MAX_LOG_BYTES."""
-    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-        path.write_bytes(b"")
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ class RedisTier:
         try:
             _check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
+                self._refresh(connection, deadline_s)
                 self._probe(connection, writes, statuses, deadline_s)
                 self._write(connection, writes, statuses, deadline_s)
         except _FAULTS as fault:
@@ -140,14 +141,12 @@ class RedisTier:
         done = [BlockStatus.DROPPED if status is None else status for status in statuses]
         if not {BlockStatus.ERROR, BlockStatus.DROPPED} & set(done):
             self._account.went_well(WRITING)
-        self._refresh(deadline_s)
         return done
 
     def touch(self, addresses: Sequence[Address]) -> None:
         """Renews TTL and the server's idea of recency, tail first; given up after HOUSEKEEPING_S."""
         deadline_s = time.monotonic() + HOUSEKEEPING_S
         self._integers([self._command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
-        self._refresh(deadline_s)
 
     def delete(self, addresses: Sequence[Address]) -> int:
         num_removed = self._integers(
@@ -335,6 +334,7 @@ class RedisTier:
         total = 0
         try:
             with self._pool.lease(deadline_s) as connection:
+                self._refresh(connection, deadline_s)
                 for window in self._windows_of_commands(commands):
                     connection.send([b"".join(window)], len(window), deadline_s)
                     for _ in window:
@@ -360,9 +360,11 @@ class RedisTier:
             return None
         return reply
 
-    def _refresh(self, deadline_s: float) -> None:
+    def _refresh(self, connection: RespConnection, deadline_s: float) -> None:
+        """Ask for the server's state when that is due. A server that does not tell is none the worse."""
         if self._account.claim_refresh():
-            reply = self._ask(encode_command(b"INFO"), min(deadline_s, time.monotonic() + HOUSEKEEPING_S))
+            connection.send([encode_command(b"INFO")], 1, deadline_s)
+            reply = connection.read_reply(deadline_s)
             if isinstance(reply, bytes):
                 self._account.refresh(parse_info(reply, self._dialer.db))
 

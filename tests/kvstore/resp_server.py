@@ -1,0 +1,84 @@
+"""A scripted RESP server: answers each command as a test says, byte by byte if need be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from tests.kvstore.valkey import short_dir
+
+Command = list[bytes]
+Answer = Callable[[Command], bytes | None]  # bytes to send; None closes the connection
+
+
+class RespServer:
+    """Listens on a Unix socket and answers with `answer`, which a test may replace at any time."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.commands: list[Command] = []
+        self.num_connections = 0
+        self.piece_bytes = 0  # replies are sent in pieces of this size; 0: whole
+        self.pause_s = 0.0  # between pieces
+        self._directory = short_dir()
+        self.socket_path: Path = self._directory / "s"
+        self.url = f"unix://{self.socket_path}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(os.fspath(self.socket_path))
+        self._listener.listen()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> RespServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listener.close()
+        for connection in self._open:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads[1:]:
+            thread.join()
+        shutil.rmtree(self._directory)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            self._open.append(connection)
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as stream:
+            try:
+                while line := stream.readline():
+                    command = []
+                    for _ in range(int(line[1:])):
+                        length = int(stream.readline()[1:])
+                        command.append(stream.read(length + 2)[:-2])
+                    self.commands.append(command)
+                    reply = self.answer(command)
+                    if reply is None:
+                        return
+                    for first in range(0, len(reply), self.piece_bytes or len(reply)):
+                        connection.sendall(reply[first : first + (self.piece_bytes or len(reply))])
+                        time.sleep(self.pause_s)
+            except (OSError, ValueError):
+                return
