@@ -40,6 +40,10 @@ class StaticRows:
         self.rows.append(row)
         return row
 
+    def take_block(self) -> int:
+        """A free block, for a row whose table is built by hand."""
+        return self._free.pop()
+
     def batch(self, work: Sequence[tuple[Row, int]], *, all_logits: bool = False) -> Batch:
         """One step that computes `num_new` further tokens of each row, and counts them as computed.
 
@@ -56,7 +60,7 @@ class StaticRows:
             end, first = start + num_new, row.num_computed
             row.num_computed += num_new
             while len(row.blocks) * self.block_size < row.num_computed:
-                fresh.append(self._free.pop())
+                fresh.append(self.take_block())
                 row.blocks.append(fresh[-1])
             at = np.arange(first, row.num_computed)
             positions[start:end] = at
