@@ -100,6 +100,11 @@ class StoreConfig:
     load_budget_s: float = 1.0
     limits: StoreLimits = StoreLimits()
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The lower tiers to build, in hierarchy order: `tiers`, and before them the host tier when it has a size."""
+        return self.tiers if "host" in self.tiers or not self.host_size else ("host", *self.tiers)
+
     def __post_init__(self) -> None:
         for tier in self.tiers:
             if tier not in TIERS:

@@ -17,11 +17,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from pagetier.kvstore import places
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import BreakerState
-from pagetier.kvstore.config import StoreLimits
-from pagetier.kvstore.errors import ClosedError, ConfigError
+from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
+from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
 from pagetier.kvstore.executor import ExecutorFactory, ThreadPool
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
 from pagetier.kvstore.loads import Load, LoadRequest
 from pagetier.kvstore.lookup import Lookup
@@ -322,3 +324,55 @@ def _find(lookup: Lookup, usable: list[int]) -> None:
     """On a lookup thread: ask the tiers that need I/O."""
     lookup.extend(usable)
     lookup.answer()
+
+
+def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload_bytes: int) -> TieredStore:
+    """Build the tiers that `config` names and the store over them; the identity is put beside the records.
+
+    A tier that fails to start for reasons of its medium is left out with a warning: the store serves without it. Raises
+    ConfigError for what can never work, and leaves nothing open then. Close the store to close the tiers, and to leave
+    the embedded Valkey.
+    """
+    encoded = identity.encode()
+    domain = identity.domain()
+    with ExitStack() as tidy, ExitStack() as resources:
+        tiers: list[Tier] = []
+        for name in config.tier_names:
+            try:
+                tier = _open_tier(name, config, domain, resources)
+            except (TierError, OSError) as error:
+                logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
+                continue
+            tidy.callback(tier.close)
+            tiers.append(tier)
+        store = TieredStore(
+            tiers,
+            part=part,
+            payload_bytes=payload_bytes,
+            load_budget_s=config.load_budget_s,
+            limits=config.limits,
+            resources=resources.pop_all(),
+        )
+        tidy.pop_all()
+    store.put_identity(domain, encoded)
+    return store
+
+
+def _open_tier(name: str, config: StoreConfig, domain: bytes, resources: ExitStack) -> Tier:
+    """One tier. Imported here, so that a store loads only what its tiers need."""
+    if name == "host":
+        from pagetier.kvstore.host import HostTier
+
+        return HostTier(config.host_size, domain)
+    if name == "nvme":
+        from pagetier.kvstore.nvme.tier import NvmeTier
+
+        path = config.nvme_path or places.nvme_dir()
+        return NvmeTier(path, config.nvme_size, domain, io=config.nvme_io, fsync=config.nvme_fsync)
+    from pagetier.kvstore.redis.embedded import join_embedded
+    from pagetier.kvstore.redis.tier import RedisTier
+
+    url = config.redis_url
+    if url == EMBEDDED:
+        url = resources.enter_context(join_embedded(places.redis_dir(), config.redis_size, config.redis_linger_s)).url
+    return RedisTier(url, domain, ttl_s=config.redis_ttl_s)

@@ -1,0 +1,255 @@
+"""The host tier: blocks in an arena of this process, found by a dict, evicted by chains.
+
+Knows no other tier and no device. Payload bytes are copied outside the lock; a slot that is being read or written is
+held until that copy is over. Every read is verified: name, then checksum (DESIGN.md asks for entry and scrubber only;
+hashing a copy that is still in the CPU's cache costs little, and then no reader can be given a flipped bit).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from pagetier.kvstore.arena import SLAB_BYTES, Arena, Slot
+from pagetier.kvstore.block import Address, BlockName, BlockStatus
+from pagetier.kvstore.errors import CapacityError
+from pagetier.kvstore.lru import ChainLRU
+from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+
+
+@dataclass(slots=True)
+class _Entry:
+    name: BlockName
+    slot: Slot
+    checksum: int
+    num_readers: int = 0
+    is_doomed: bool = False  # out of the index; its slot is freed by the last reader
+
+
+class HostTier:
+    """Implements `tier.Tier` and `tier.PinningTier`. Pins hold at most half of the capacity.
+
+    Invariants: the index and the order hold the same addresses; every entry has a slot of its own; a slot is freed only
+    when nobody copies from it.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        domain: bytes,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._domain, self._clock = domain, clock
+        self._lock = threading.Lock()
+        self._arena = Arena(capacity_bytes, slab_bytes=slab_bytes)  # guarded by self._lock, as all below
+        self._entries: dict[Address, _Entry] = {}
+        self._writing: set[Address] = set()
+        self._lru: ChainLRU[Address] = ChainLRU()
+        self._identities: dict[bytes, bytes] = {}
+        self._nbytes = self._pinned_bytes = self._num_doomed = 0
+        self._evictions = self._corrupt = self._bytes_read = self._bytes_written = 0
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    @property
+    def answers_at_once(self) -> bool:
+        return True
+
+    @property
+    def num_pinned(self) -> int:
+        with self._lock:
+            return self._lru.num_pinned
+
+    def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
+        with self._lock:
+            for i, address in enumerate(addresses):
+                if address not in self._entries:
+                    return i
+            return len(addresses)
+
+    def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
+        return [self._read(read, deadline_s) for read in reads]
+
+    def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
+        statuses: list[BlockStatus] = []
+        dropped: set[Address] = set()  # the rest of a chain goes with what was dropped of it
+        for write in writes:
+            if self._clock() > deadline_s:
+                statuses.append(BlockStatus.TIMEOUT)
+                continue
+            orphan = Address(write.name.parent, write.part) in dropped
+            statuses.append(BlockStatus.DROPPED if orphan else self._write(write))
+            if statuses[-1] is BlockStatus.DROPPED:
+                dropped.add(write.address)
+        return statuses
+
+    def touch(self, addresses: Sequence[Address]) -> None:
+        with self._lock:
+            self._lru.touch(addresses)
+
+    def delete(self, addresses: Sequence[Address]) -> int:
+        with self._lock:
+            return sum(self._forget(address) for address in addresses)
+
+    def pin(self, addresses: Sequence[Address]) -> int:
+        with self._lock:
+            for i, address in enumerate(addresses):
+                entry = self._entries.get(address)
+                if entry is None:
+                    return i
+                if not self._lru.is_pinned(address):
+                    if self._pinned_bytes + entry.slot.nbytes > self._arena.capacity_bytes // 2:
+                        return i
+                    self._pinned_bytes += entry.slot.nbytes
+                self._lru.pin(address)
+            return len(addresses)
+
+    def unpin(self, addresses: Sequence[Address]) -> None:
+        with self._lock:
+            for address in addresses:
+                if self._lru.is_pinned(address):
+                    self._lru.unpin(address)
+                    if not self._lru.is_pinned(address):
+                        self._pinned_bytes -= self._entries[address].slot.nbytes
+
+    def put_identity(self, domain: bytes, encoded: bytes) -> None:
+        with self._lock:
+            self._identities[domain] = encoded
+
+    def identities(self) -> dict[bytes, bytes]:
+        with self._lock:
+            return dict(self._identities)
+
+    def counters(self) -> TierCounters:
+        with self._lock:
+            return TierCounters(
+                blocks=len(self._entries),
+                nbytes=self._nbytes,
+                capacity_bytes=self._arena.capacity_bytes,
+                evictions=self._evictions,
+                corrupt=self._corrupt,
+                bytes_read=self._bytes_read,
+                bytes_written=self._bytes_written,
+            )
+
+    def check(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._lru.check()
+            self._arena.check()
+            assert set(self._lru) == set(self._entries), "the order and the index hold different blocks"
+            taken = len(self._entries) + len(self._writing) + self._num_doomed
+            assert taken == self._arena.num_taken, f"{self._arena.num_taken} slots taken for {taken} blocks"
+            nbytes = sum(entry.slot.nbytes for entry in self._entries.values())
+            assert nbytes == self._nbytes, f"{nbytes} bytes, counted {self._nbytes}"
+            pinned = sum(e.slot.nbytes for address, e in self._entries.items() if self._lru.is_pinned(address))
+            assert pinned == self._pinned_bytes, f"{pinned} bytes pinned, counted {self._pinned_bytes}"
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._entries.clear()
+                self._arena.close()
+
+    def _read(self, read: BlockRead, deadline_s: float) -> BlockStatus:
+        if self._clock() > deadline_s:
+            return BlockStatus.TIMEOUT
+        with self._lock:
+            entry = self._entries.get(read.address)
+            if entry is None or entry.name != read.name or entry.slot.nbytes != len(read.destination):
+                return BlockStatus.MISS
+            entry.num_readers += 1
+            view = self._arena.view(entry.slot)
+        read.destination[:] = view
+        view.release()
+        is_sound = xxhash.xxh3_128_intdigest(read.destination) == entry.checksum
+        with self._lock:
+            entry.num_readers -= 1
+            if not is_sound and not entry.is_doomed:
+                self._corrupt += 1
+                self._forget(read.address)
+            elif entry.is_doomed and not entry.num_readers:
+                self._num_doomed -= 1
+                self._arena.free(entry.slot)
+            self._bytes_read += entry.slot.nbytes if is_sound else 0
+        return BlockStatus.OK if is_sound else BlockStatus.CORRUPT
+
+    def _write(self, write: BlockWrite) -> BlockStatus:
+        address, parent = write.address, Address(write.name.parent, write.part)
+        with self._lock:
+            entry = self._entries.get(address)
+            if entry is not None:
+                return BlockStatus.EXISTS if entry.name == write.name else BlockStatus.DROPPED
+            if address in self._writing:  # another thread stores it at this moment
+                return BlockStatus.EXISTS
+            if self._is_closed:
+                return BlockStatus.DROPPED
+            slot = self._make_room(len(write.source), parent)
+            if slot is None:
+                return BlockStatus.DROPPED
+            self._writing.add(address)
+            view = self._arena.view(slot)
+        view[:] = write.source
+        checksum = xxhash.xxh3_128_intdigest(view)
+        view.release()
+        with self._lock:
+            self._writing.discard(address)
+            self._entries[address] = _Entry(write.name, slot, checksum)
+            self._lru.add(address, parent)
+            self._nbytes += slot.nbytes
+            self._bytes_written += slot.nbytes
+        return BlockStatus.OK
+
+    def _make_room(self, nbytes: int, parent: Address) -> Slot | None:
+        """A slot, evicting if it must, but never the new block's own parent: a suffix alone is useless."""
+        try:
+            slot = self._arena.alloc(nbytes)
+            if slot is not None:
+                return slot
+        except CapacityError:
+            return None
+        held = parent in self._lru
+        if held:
+            self._lru.pin(parent)
+        while slot is None and self._evict(1):
+            slot = self._arena.alloc(nbytes)
+        if held:
+            self._lru.unpin(parent)
+        return slot
+
+    def _evict(self, num_blocks: int) -> int:
+        victims = self._lru.evict(num_blocks)
+        for address in victims:
+            self._let_go(self._entries.pop(address))
+        self._evictions += len(victims)
+        return len(victims)
+
+    def _forget(self, address: Address) -> int:
+        entry = self._entries.pop(address, None)
+        if entry is None:
+            return 0
+        if self._lru.is_pinned(address):
+            self._pinned_bytes -= entry.slot.nbytes
+        self._lru.remove(address)
+        self._let_go(entry)
+        return 1
+
+    def _let_go(self, entry: _Entry) -> None:
+        """Free the slot of an entry that has left the index, now or after its last reader."""
+        self._nbytes -= entry.slot.nbytes
+        if entry.num_readers:
+            entry.is_doomed = True
+            self._num_doomed += 1
+        else:
+            self._arena.free(entry.slot)
