@@ -10,15 +10,12 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from pagetier.kvstore.block import KVGroup, Plane
 from pagetier.kvstore.errors import ConfigError, ProtocolError
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Scalar: TypeAlias = None | bool | int | float | str
+Scalar: TypeAlias = None | bool | int | float | str
 
 FORMAT_VERSION = 1
 PREFIX = b"PGTID01\n"

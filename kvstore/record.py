@@ -9,16 +9,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import xxhash
 
 from pagetier.kvstore.block import KEY_BYTES, TOKEN_BYTES, Address, BlockName, Part
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Buffer: TypeAlias = bytes | bytearray | memoryview
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"PGTREC1\n"
 VERSION = 1

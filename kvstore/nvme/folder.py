@@ -1,0 +1,167 @@
+"""The folder of the NVMe tier: which NN this process writes, who else writes, how much disk it all takes, identities.
+
+Knows names, locks and modes (proto/FORMAT.md, section "NVMe"); knows nothing of what is inside a segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagetier.kvstore.block import KEY_BYTES
+from pagetier.kvstore.nvme.files import Files, close_quietly, read_bytes, write_full
+from pagetier.kvstore.nvme.segment import SUFFIX
+
+log = logging.getLogger(__name__)
+
+NUM_WRITERS = 100
+TEMPORARY = ".tmp"
+_LOCK_POLL_S = 0.002
+_BLOCK_BYTES = 512  # unit of st_blocks
+
+
+class Folder:
+    """PATH and the NN below it. `attach` and `detach` come from one thread at a time; the rest from any.
+
+    Nothing here catches OSError unless it says so.
+    """
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self.path = path
+        self.writer: Path | None = None  # the NN whose lock we hold
+        self._files = files
+        self._lock_fd = -1
+
+    def attach(self) -> None:
+        """Make PATH where it is missing and take the first NN that nobody writes. With 100 writers there already,
+        `writer` stays None: this process then only reads.
+        """
+        self._files.make_folder(self.path)
+        self._files.make_folder(self.path / "identities")
+        for number in range(NUM_WRITERS):
+            candidate = self.path / f"{number:02d}"
+            self._files.make_folder(candidate)
+            fd = self.try_lock(candidate)
+            if fd is not None:
+                self._lock_fd, self.writer = fd, candidate
+                if stat.S_IMODE(self._files.stat(candidate).st_mode) != 0o700:
+                    self._files.chmod(candidate, 0o700)
+                return
+        log.warning("%s: all %d writers are taken; this process reads and does not store", self.path, NUM_WRITERS)
+
+    def detach(self) -> None:
+        """Let go of our NN. Never raises."""
+        if self._lock_fd >= 0:
+            close_quietly(self._files, self._lock_fd)
+        self._lock_fd, self.writer = -1, None
+
+    def intact(self) -> bool:
+        """Whether our NN is still the one whose lock we hold: False once the folder was removed or replaced."""
+        if self.writer is None:
+            return False
+        try:
+            there, ours = self._files.stat(self.writer / "lock"), self._files.stat(self._lock_fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def try_lock(self, folder: Path) -> int | None:
+        """Take the lock of PATH or of an NN: a descriptor to close, None when another process has it."""
+        fd = self._files.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            if self._files.lock(fd):
+                return fd
+        except OSError:
+            self._files.close(fd)
+            raise
+        self._files.close(fd)
+        return None
+
+    @contextlib.contextmanager
+    def room_lock(self, deadline_s: float) -> Iterator[bool]:
+        """Hold PATH/lock, under which room is made and taken; False when the deadline passed first."""
+        while (fd := self.try_lock(self.path)) is None and time.monotonic() < deadline_s:
+            time.sleep(_LOCK_POLL_S)
+        try:
+            yield fd is not None
+        finally:
+            if fd is not None:
+                close_quietly(self._files, fd)
+
+    def writers(self) -> list[Path]:
+        """Every NN there is, ascending; empty when PATH is gone."""
+        try:
+            names = self._files.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return [self.path / name for name in sorted(names) if len(name) == 2 and name.isascii() and name.isdigit()]
+
+    def segment_paths(self, writer: Path) -> list[Path]:
+        """The segment files of an NN, oldest first; empty when it is gone."""
+        try:
+            names = self._files.listdir(writer)
+        except FileNotFoundError:
+            return []
+        return [writer / name for name in sorted(names) if _is_hex(name.removesuffix(SUFFIX), 16) and SUFFIX in name]
+
+    def sweep(self) -> None:
+        """Remove what crashed creations left in our NN and in those without a writer. Only under `room_lock`."""
+        for folder in self.writers():
+            for name in self._files.listdir(folder):
+                if name.endswith(TEMPORARY):
+                    with contextlib.suppress(OSError):
+                        self._files.unlink(folder / name)
+
+    def physical_bytes(self) -> int:
+        """Disk blocks of everything that is ours below PATH, folders included."""
+        total = self._blocks(self.path) + self._blocks(self.path / "lock")
+        for folder in (self.path / "identities", *self.writers()):
+            total += self._blocks(folder)
+            with contextlib.suppress(FileNotFoundError):
+                total += sum(self._blocks(folder / name) for name in self._files.listdir(folder))
+        return total
+
+    def _blocks(self, path: Path) -> int:
+        try:
+            return self._files.stat(path).st_blocks * _BLOCK_BYTES
+        except FileNotFoundError:
+            return 0
+
+    def put_identity(self, domain: bytes, encoded: bytes) -> None:
+        """Keep an encoded identity unless it is there already."""
+        final = self.path / "identities" / domain.hex()
+        with contextlib.suppress(FileNotFoundError):
+            if self._read_identity(final) == encoded:
+                return
+        partial = final.with_name(f"{final.name}.{os.getpid()}{TEMPORARY}")
+        fd = self._files.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_full(self._files, fd, [encoded], 0)
+        finally:
+            self._files.close(fd)
+        self._files.rename(partial, final)
+
+    def identities(self) -> dict[bytes, bytes]:
+        """Domain -> encoded identity of all that are stored."""
+        found: dict[bytes, bytes] = {}
+        for name in self._files.listdir(self.path / "identities"):
+            if _is_hex(name, 2 * KEY_BYTES):
+                with contextlib.suppress(FileNotFoundError):
+                    found[bytes.fromhex(name)] = self._read_identity(self.path / "identities" / name)
+        return found
+
+    def _read_identity(self, path: Path) -> bytes:
+        fd = self._files.open(path, os.O_RDONLY)
+        try:
+            return read_bytes(self._files, fd, self._files.stat(fd).st_size, 0)
+        finally:
+            self._files.close(fd)
+
+
+def _is_hex(text: str, num_digits: int) -> bool:
+    return len(text) == num_digits and set(text) <= set("0123456789abcdef")

@@ -1,0 +1,425 @@
+"""The writing end: appends records to the open segment, closes it, makes room and opens the next.
+
+Order of operations: room is made before a segment is created, a segment is allocated in full before anything is
+written, the commit block follows the bytes, the index follows the commit block. Called under the tier's write lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+
+import numpy as np
+
+from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.nvme.catalog import Catalog
+from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, read_full, write_full
+from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
+from pagetier.kvstore.nvme.handles import Handles, Segment
+from pagetier.kvstore.nvme.index import Place, RecordIndex
+from pagetier.kvstore.nvme.segment import (
+    COMMIT_AT,
+    SUFFIX,
+    Commit,
+    Entries,
+    LoadedSegment,
+    data_start,
+    digest_of,
+    footer_bytes,
+    pack_first_page,
+    record_bytes,
+    round_up,
+    smallest_segment,
+)
+from pagetier.kvstore.record import (
+    PAGE_BYTES,
+    RecordStatus,
+    address_bytes,
+    header_bytes,
+    parse_header,
+    part_tag,
+    verify,
+)
+
+log = logging.getLogger(__name__)
+
+WRITE_BYTES = 16 << 20  # most that one write operation carries
+_MAX_RECORDS = 256  # of one write operation: three buffers each stay below IOV_MAX
+_HOT_BYTES = 32 << 20  # most that is held in memory while hot records move to a new segment
+_MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ZEROS = bytes(PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """capacity_bytes: for all of PATH, in disk blocks. segment_bytes: full size of a segment unless one record needs
+    more. fsync: none, segment (when one is closed) or always (before a put is answered).
+    """
+
+    capacity_bytes: int
+    segment_bytes: int
+    fsync: str
+
+    @property
+    def slack_bytes(self) -> int:
+        """Kept free for what grows between two acts of making room: identities, folders, file system metadata."""
+        return min(128 << 10, round_up(self.capacity_bytes // 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A record on its way to the log. address, parent: 40 bytes each."""
+
+    address: bytes
+    parent: bytes
+    header: bytes
+    payload: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return record_bytes(self.payload.nbytes)
+
+
+def is_aligned(view: memoryview) -> bool:
+    """Whether direct I/O may use this memory."""
+    if view.nbytes % PAGE_BYTES or not view.nbytes:
+        return False
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address % PAGE_BYTES == 0
+
+
+class SegmentLog:
+    """Appends for one process. Not thread-safe: all calls come under the tier's write lock.
+
+    `direct`: aligned payloads bypass the page cache. `evictions`, `bytes_written`: counts since start.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        folder: Folder,
+        catalog: Catalog,
+        index: RecordIndex,
+        handles: Handles,
+        settings: LogSettings,
+    ) -> None:
+        self._files, self._folder, self._catalog = files, folder, catalog
+        self._index, self._handles, self._settings = index, handles, settings
+        self.direct = False
+        self.evictions = 0
+        self.bytes_written = 0
+        self._open: Segment | None = None
+        self._entries = Entries()  # of the open segment
+        self._failures = 0  # in a row, of the open segment
+        self._headers = memoryview(mmap(-1, _MAX_RECORDS * PAGE_BYTES))
+
+    def batch(self, records: Sequence[Pending]) -> int:
+        """How many leading records the open segment takes in one operation; 0: `roll` first."""
+        if self._open is None or self._catalog.get(self._open.ident) is None:  # none yet, or removed under us
+            self._forget_open()
+            return 0
+        room = self._open.size - self._open.end
+        count = nbytes = 0
+        for record in records[:_MAX_RECORDS]:
+            nbytes += record.nbytes
+            if nbytes + footer_bytes(len(self._entries) + count + 1) > room or (count and nbytes > WRITE_BYTES):
+                break
+            count += 1
+        return count
+
+    def append(self, records: Sequence[Pending]) -> None:
+        """Write a `batch`, then make it visible. Raises OSError with nothing visible."""
+        segment = self._open
+        assert segment is not None and len(records) <= self.batch(records), "append without room"
+        direct = self.direct and all(is_aligned(record.payload) for record in records)
+        start, at = segment.end, segment.end
+        places = []
+        for record in records:
+            places.append(Place(segment.ident, at // PAGE_BYTES, record.payload.nbytes))
+            at += record.nbytes
+        fd, handle = self._handles.acquire(segment)
+        try:
+            self._write(segment, fd, self._buffers(records), start, direct)
+            commit = Commit(False, len(self._entries) + len(records), at)
+            write_full(self._files, fd, [commit.pack()], COMMIT_AT)
+            if self._settings.fsync == "always":
+                self._files.sync(fd)
+        except OSError:
+            self._failures += 1
+            self._withdraw(segment, fd, start)
+            raise
+        finally:
+            self._handles.release(handle)
+        self._failures = 0
+        self.bytes_written += at - start
+        with self._catalog.lock:
+            if self._catalog.get(segment.ident) is None:
+                raise FileNotFoundError(errno.ENOENT, "was removed while it was written", str(segment.path))
+            segment.end = at
+            for record, place in zip(records, places, strict=True):
+                self._entries.append(record.address, place.page, place.payload_bytes)
+                self._index.add(record.address, record.parent, place)
+
+    def _buffers(self, records: Sequence[Pending]) -> list[Buffer]:
+        buffers: list[Buffer] = []
+        for i, record in enumerate(records):
+            page = self._headers[i * PAGE_BYTES : (i + 1) * PAGE_BYTES]
+            page[:] = record.header.ljust(PAGE_BYTES, b"\0")
+            buffers += [page, record.payload]
+            padding = round_up(record.payload.nbytes) - record.payload.nbytes
+            if padding:
+                buffers.append(_ZEROS[:padding])
+        return buffers
+
+    def _write(self, segment: Segment, fd: int, buffers: list[Buffer], offset: int, direct: bool) -> None:
+        if not direct:
+            write_full(self._files, fd, buffers, offset)
+            return
+        direct_fd, handle = self._handles.acquire(segment, direct=True)
+        try:
+            write_full(self._files, direct_fd, buffers, offset)
+        finally:
+            self._handles.release(handle)
+
+    def _withdraw(self, segment: Segment, fd: int, start: int) -> None:
+        """After a failed write: what was written does not exist, on disk either."""
+        try:
+            write_full(self._files, fd, [Commit(False, len(self._entries), start).pack()], COMMIT_AT)
+            write_full(self._files, fd, [_ZEROS], start)
+        except OSError as error:
+            log.warning("%s: a failed write could not be undone (%s)", segment.path, error)
+            self._failures = _MAX_FAILURES
+        if self._failures >= _MAX_FAILURES:
+            self._abandon(segment)
+
+    def _abandon(self, segment: Segment) -> None:
+        """Write no more to a segment that takes no writes; what was committed stays readable."""
+        log.warning("%s takes no writes; going on with another segment", segment.path)
+        self._forget_open()
+
+    def _forget_open(self) -> None:
+        self._open, self._entries, self._failures = None, Entries(), 0
+
+    def roll(self, payload_bytes: int, deadline_s: float) -> BlockStatus:
+        """Close the open segment, make room and open one that takes a record of `payload_bytes`.
+
+        OK; DROPPED when there is no room to be had; TIMEOUT. Raises OSError when the disk refuses.
+        """
+        self.close_open()
+        if self._folder.writer is None:
+            return BlockStatus.DROPPED
+        size = max(self._settings.segment_bytes, smallest_segment(payload_bytes))
+        if size + self._settings.slack_bytes > self._settings.capacity_bytes:
+            return BlockStatus.DROPPED
+        hot: list[Pending] = []
+        with self._folder.room_lock(deadline_s) as held:
+            if not held:
+                return BlockStatus.TIMEOUT
+            with self._catalog.lock:
+                self._folder.sweep()
+                self._catalog.refresh()
+                limit = self._settings.capacity_bytes - self._settings.slack_bytes - size
+                while self._folder.physical_bytes() > limit:
+                    if not self._evict(size, hot):
+                        return BlockStatus.DROPPED
+                self._open = self._create(size, hot)
+        self._entries = Entries()
+        self._rewrite(hot, payload_bytes)
+        return BlockStatus.OK
+
+    def _create(self, size: int, hot: list[Pending]) -> Segment:
+        while True:
+            try:
+                return self._create_once(size)
+            except OSError as error:
+                if error.errno not in _FULL or not self._evict(size, hot):
+                    raise
+
+    def _create_once(self, size: int) -> Segment:
+        writer = self._folder.writer
+        assert writer is not None, "no folder to write to"
+        paths = self._folder.segment_paths(writer)
+        number = int(paths[-1].stem, 16) + 1 if paths else 1
+        path = writer / f"{number:016x}{SUFFIX}"
+        partial = path.with_suffix(TEMPORARY)
+        start = data_start(size)
+        fd = self._files.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._files.allocate(fd, size)
+            write_full(self._files, fd, [pack_first_page(size, time.time_ns(), Commit(False, 0, start))], 0)
+            inode = self._files.stat(fd).st_ino
+            self._files.rename(partial, path)
+            if self._settings.fsync != "none":
+                self._sync_folder(writer)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._files.unlink(partial)
+            raise
+        finally:
+            close_quietly(self._files, fd)
+        return self._catalog.adopt(path, size, inode, own=True, end=start, closed=False)
+
+    def _sync_folder(self, writer: Path) -> None:
+        fd = self._files.open(writer, os.O_RDONLY)
+        try:
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _evict(self, room: int, hot: list[Pending]) -> bool:
+        """Remove the coldest segment that may go, its hot records first copied into `hot`; False when there is none.
+
+        Of equally cold ones the latest goes: it holds the tails of chains.
+        """
+        ticks = self._index.segment_ticks()
+        ranked: list[tuple[int, int, Path, Segment | None]] = []
+        for writer in self._folder.writers():
+            for path in self._folder.segment_paths(writer):
+                segment = self._catalog.at(path)
+                tick = ticks.get(segment.ident, 0) if segment is not None else 0
+                ranked.append((tick, -int(path.stem, 16) if path.stem.isalnum() else 0, path, segment))
+        ranked.sort(key=lambda entry: entry[:3])
+        for _, _, path, segment in ranked:
+            if segment is not None and (segment.closed or segment.own):
+                if segment is not self._open:
+                    return self._remove(path, segment, room, hot)
+            elif path.parent == self._folder.writer:
+                return self._remove(path, segment, room, hot)
+            elif (fd := self._folder.try_lock(path.parent)) is not None:  # its writer is gone
+                try:
+                    return self._remove(path, segment, room, hot)
+                finally:
+                    close_quietly(self._files, fd)
+        return False
+
+    def _remove(self, path: Path, segment: Segment | None, room: int, hot: list[Pending]) -> bool:
+        if segment is not None:
+            budget = min(_HOT_BYTES, room // 2) - sum(record.nbytes for record in hot)
+            kept = self._hot_of(segment, budget)
+            hot += kept
+            self.evictions += self._catalog.drop(segment) - len(kept)
+        self._files.truncate(path, 0)  # frees the blocks even while another process has the file open
+        self._files.unlink(path)
+        return True
+
+    def _hot_of(self, segment: Segment, max_bytes: int) -> list[Pending]:
+        """Copies of the records worth keeping of a segment about to go: recently used, whole, and with a parent that
+        stays, since a child without its parent is never found.
+        """
+        kept: list[Pending] = []
+        leaving, stays = self._index.addresses_in(segment.ident), set[bytes]()
+        try:
+            fd, handle = self._handles.acquire(segment)
+        except OSError:
+            return kept
+        try:
+            for address, place in self._index.hot_records(segment.ident, max(0, max_bytes)):
+                record = self._copy(fd, address, place)
+                if record is None:
+                    continue
+                parent_stays = record.parent in stays or (
+                    record.parent not in leaving and self._index.contains(record.parent)
+                )
+                if parent_stays or _is_head(record):
+                    stays.add(address)
+                    kept.append(record)
+        except OSError as error:
+            log.warning("%s: hot records could not be kept (%s)", segment.path, error)
+        finally:
+            self._handles.release(handle)
+        return kept
+
+    def _copy(self, fd: int, address: bytes, place: Place) -> Pending | None:
+        """A verified copy of a record, of whatever domain; None when it is damaged."""
+        page, payload = bytearray(PAGE_BYTES), bytearray(place.payload_bytes)
+        wanted = PAGE_BYTES + place.payload_bytes
+        if read_full(self._files, fd, [memoryview(page), memoryview(payload)], place.offset) != wanted:
+            return None
+        header = parse_header(page)
+        if header is None or address_bytes(Address(header.name.key, header.part)) != address:
+            return None
+        if verify(page, payload, header.domain, header.name, header.part) is not RecordStatus.OK:
+            return None
+        parent = header.name.parent + part_tag(header.part)
+        return Pending(address, parent, bytes(page[: header_bytes(header.name.num_tokens)]), memoryview(payload))
+
+    def _rewrite(self, hot: list[Pending], payload_bytes: int) -> None:
+        """Append kept records to the new segment as long as the record that asked for it still fits."""
+        segment = self._open
+        assert segment is not None, "no segment to write to"
+        spare = segment.size - segment.end - record_bytes(payload_bytes) - footer_bytes(len(hot) + 1)
+        fitting: list[Pending] = []
+        for record in hot:
+            spare -= record.nbytes
+            if spare < 0:
+                break
+            fitting.append(record)
+        self.evictions += len(hot) - len(fitting)
+        try:
+            while fitting and (count := self.batch(fitting)):
+                self.append(fitting[:count])
+                del fitting[:count]
+        except OSError as error:
+            log.warning("hot records could not be rewritten (%s)", error)
+        self.evictions += len(fitting)
+
+    def close_open(self) -> None:
+        """Close the open segment. Never raises: what cannot be closed is recovered like after a crash."""
+        segment, entries = self._open, self._entries
+        self._forget_open()
+        if segment is None:
+            return
+        try:
+            if len(entries):
+                self._close_segment(segment, entries)
+            else:
+                with self._catalog.lock:
+                    self._catalog.drop(segment)
+                    self._files.unlink(segment.path)
+        except OSError as error:
+            log.warning("%s could not be closed (%s); the next start recovers it", segment.path, error)
+
+    def _close_segment(self, segment: Segment, entries: Entries) -> None:
+        footer = entries.pack_footer()
+        if segment.end + len(footer) > segment.size:
+            return
+        fd, handle = self._handles.acquire(segment)
+        try:
+            write_full(self._files, fd, [footer], segment.end)
+            if self._settings.fsync != "none":
+                self._files.sync(fd)
+            commit = Commit(True, len(entries), segment.end, len(footer), digest_of(footer))
+            write_full(self._files, fd, [commit.pack()], COMMIT_AT)
+            self._files.truncate(fd, segment.end + len(footer))
+            if self._settings.fsync != "none":
+                self._files.sync(fd)
+        finally:
+            self._handles.release(handle)
+        segment.closed = True
+
+    def recover(self, found: Sequence[tuple[Segment, LoadedSegment]]) -> None:
+        """Close segments of our NN that a crash left open. Never raises."""
+        for segment, loaded in found:
+            try:
+                if len(loaded.entries):
+                    self._close_segment(segment, loaded.entries)
+                else:
+                    with self._catalog.lock:
+                        self._catalog.drop(segment)
+                        self._files.unlink(segment.path)
+            except OSError as error:
+                log.warning("%s could not be recovered (%s)", segment.path, error)
+
+
+def _is_head(record: Pending) -> bool:
+    """Whether a record starts its chain: its parent is the root."""
+    header = parse_header(record.header)
+    return header is not None and header.name.parent == header.name.root

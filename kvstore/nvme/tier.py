@@ -1,0 +1,377 @@
+"""NvmeTier: records in an append-only log of segments below one folder, shared by the processes of a host.
+
+Synchronous by contract: called by the store's byte threads. Owns one small thread of its own that follows what other
+writers do and finds the disk again after it was gone; it sleeps unless there are lookups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from mmap import mmap
+from pathlib import Path
+
+from pagetier.kvstore.block import KEY_BYTES, Address, BlockStatus, Part
+from pagetier.kvstore.errors import ConfigError, TierUnavailable
+from pagetier.kvstore.nvme.catalog import Catalog
+from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
+from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
+from pagetier.kvstore.nvme.handles import Handles
+from pagetier.kvstore.nvme.index import RecordIndex
+from pagetier.kvstore.nvme.log import LogSettings, Pending, SegmentLog
+from pagetier.kvstore.nvme.reader import Reader, Wanted
+from pagetier.kvstore.nvme.segment import DELETED, round_up
+from pagetier.kvstore.record import PAGE_BYTES, pack_header, part_tag
+from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+
+log = logging.getLogger(__name__)
+
+IO_MODES = ("auto", "direct", "buffered")
+FSYNC_MODES = ("none", "segment", "always")
+MIN_CAPACITY_BYTES = 256 << 10
+_SEGMENT_BYTES = 256 << 20  # with 20 GiB some 80 files; one eviction takes 1.3% of the cap
+_REFRESH_S = 0.5  # how often, at most, other writers' folders are looked at
+
+
+class NvmeTier:
+    """One process's view of PATH: writes to its own NN, reads them all. Thread-safe; see `pagetier.kvstore.tier`.
+
+    A disk that is missing, full or broken makes statuses, not exceptions, and is tried again with every put and, at
+    most every `refresh_s`, after lookups; `refresh_s=0` leaves that to explicit calls of `refresh`.
+    Raises ConfigError for settings that cannot be, among them io=direct on a file system without it.
+    """
+
+    name = "nvme"
+    answers_at_once = True
+
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        domain: bytes,
+        *,
+        io: str = "auto",
+        fsync: str = "segment",
+        segment_bytes: int | None = None,
+        files: Files | None = None,
+        refresh_s: float = _REFRESH_S,
+    ) -> None:
+        _validate(capacity_bytes, domain, io, fsync)
+        if segment_bytes is None:
+            segment_bytes = max(8 * PAGE_BYTES, min(_SEGMENT_BYTES, capacity_bytes // 8))
+        self.path = Path(path)
+        self._io, self._domain, self._capacity_bytes = io, domain, capacity_bytes
+        self._files = Files() if files is None else files
+        self._folder = Folder(self._files, self.path)
+        self._index = RecordIndex()
+        self._handles = Handles(self._files)
+        self._catalog = Catalog(self._files, self._folder, self._index, self._handles)
+        settings = LogSettings(capacity_bytes, round_up(segment_bytes), fsync)
+        self._log = SegmentLog(self._files, self._folder, self._catalog, self._index, self._handles, settings)
+        self._reader = Reader(self._files, self._catalog, self._index, self._handles, domain)
+        self._write_lock = threading.Lock()  # who appends, attaches or detaches; taken before any other lock
+        self._attached = False  # guarded by self._write_lock for changes
+        self._down = ""  # guarded by self._write_lock; why the tier is not attached
+        self._write_errors = 0  # guarded by self._write_lock
+        self._identities: dict[bytes, bytes] = {}  # what this process wants kept
+        self._tags: dict[Part, bytes] = {}
+        self._closed = False
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        with self._write_lock:
+            self._attach()
+        self._thread: threading.Thread | None = None
+        if refresh_s > 0:
+            self._thread = threading.Thread(target=self._follow, args=(refresh_s,), name="pagetier-nvme", daemon=True)
+            self._thread.start()
+
+    # ---- finding the folder
+
+    def _attach(self) -> bool:
+        """Take a folder and learn what it holds; under the write lock. Never raises for the disk's faults."""
+        if self._attached:
+            return True
+        if self._closed:
+            return False
+        try:
+            self._folder.attach()
+            direct = self._io != "buffered" and self._probe_direct()
+            if self._io == "direct" and not direct and self._folder.writer is not None:
+                raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
+            self._log.direct = self._reader.direct = direct
+            self._log.recover(self._catalog.refresh())
+            for domain, encoded in self._identities.items():
+                self._folder.put_identity(domain, encoded)
+        except OSError as error:
+            self._detach(str(error))
+            return False
+        except ConfigError:
+            self._detach("io=direct is impossible")
+            self._handles.close()
+            raise
+        if self._down:
+            log.warning("nvme tier at %s is back", self.path)
+        self._attached, self._down = True, ""
+        return True
+
+    def _detach(self, reason: str) -> None:
+        if not self._down:
+            log.warning("nvme tier at %s is unavailable (%s): nothing is found or stored there", self.path, reason)
+        self._attached, self._down = False, reason
+        self._log.close_open()
+        self._catalog.clear()
+        self._folder.detach()
+
+    def _probe_direct(self) -> bool:
+        """Whether this file system takes direct I/O on page-aligned memory."""
+        if self._folder.writer is None or not DIRECT:
+            return False
+        path = self._folder.writer / f"probe{TEMPORARY}"
+        page = memoryview(mmap(-1, PAGE_BYTES))
+        try:
+            fd = self._files.open(path, os.O_RDWR | os.O_CREAT | DIRECT)
+            try:
+                done = self._files.pwritev(fd, [page], 0), self._files.preadv(fd, [page], 0)
+            finally:
+                close_quietly(self._files, fd)
+        except OSError as error:
+            log.info("%s: no direct I/O here (%s)", self.path, error)
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                self._files.unlink(path)
+        return done == (PAGE_BYTES, PAGE_BYTES)
+
+    def _ensure_attached(self) -> bool:
+        """Attach if need be, anew when the folder was removed or replaced; under the write lock."""
+        if self._attached and self._folder.writer is not None and not self._folder.intact():
+            self._detach("the folder was removed or replaced")
+        return self._attach()
+
+    def _follow(self, refresh_s: float) -> None:
+        while not self._stop.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            if not self._stop.is_set():
+                self.refresh()
+                self._stop.wait(refresh_s)
+
+    def refresh(self) -> None:
+        """Learn what other writers did, or find the folder again. Blocks on I/O; never raises. Any thread."""
+        try:
+            if self._write_lock.acquire(blocking=False):
+                try:
+                    if not self._ensure_attached():
+                        return
+                finally:
+                    self._write_lock.release()
+            if self._attached:
+                self._catalog.refresh()
+                self._catalog.renew_mtimes()
+        except OSError as error:
+            log.warning("nvme tier at %s could not be refreshed (%s)", self.path, error)
+        except ConfigError as error:
+            log.warning("nvme tier: %s", error)
+
+    # ---- the contract's verbs
+
+    def _address(self, address: Address) -> bytes:
+        return address.key + self._tag(address.part)
+
+    def _tag(self, part: Part) -> bytes:
+        tag = self._tags.get(part)
+        if tag is None:
+            tag = self._tags[part] = part_tag(part)
+        return tag
+
+    def _packed(self, addresses: Sequence[Address]) -> list[bytes]:
+        packed: list[bytes] = []
+        part, tag = None, b""
+        for address in addresses:
+            if address.part is not part:
+                part, tag = address.part, self._tag(address.part)
+            packed.append(address.key + tag)
+        return packed
+
+    def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
+        """As in `Tier`; no I/O. Raises TierUnavailable while the folder cannot be used."""
+        self._wake.set()
+        if not self._attached:
+            raise TierUnavailable(self.name, "lookup", "closed" if self._closed else self._down)
+        return self._index.num_leading(self._packed(addresses))
+
+    def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
+        """As in `Tier`. A deadline that passes while the disk works is noticed after the running operation."""
+        if not self._attached:
+            return [BlockStatus.ERROR] * len(reads)
+        if time.monotonic() >= deadline_s:
+            return [BlockStatus.TIMEOUT] * len(reads)
+        statuses = [BlockStatus.MISS] * len(reads)
+        packed = self._packed([read.address for read in reads])
+        wanted = []
+        for i, (address, place) in enumerate(zip(packed, self._index.find(packed), strict=True)):
+            if place is None:
+                continue
+            if place.payload_bytes != reads[i].destination.nbytes:
+                segment = self._catalog.get(place.segment)
+                if segment is not None:
+                    statuses[i] = self._reader.quarantine(segment, address, place, "payload of another size")
+                continue
+            wanted.append(Wanted(i, address, place, reads[i]))
+        self._reader.read(wanted, statuses, deadline_s)
+        return statuses
+
+    def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
+        """As in `Tier`. One put at a time per process; the rest of the time others may read."""
+        statuses = [BlockStatus.EXISTS] * len(writes)
+        todo: list[tuple[int, Pending]] = []
+        for i, write in enumerate(writes):
+            tag = self._tag(write.part)
+            if self._attached and self._index.contains(write.name.key + tag):
+                continue
+            statuses[i] = BlockStatus.TIMEOUT
+            if time.monotonic() < deadline_s:
+                header = pack_header(self._domain, write.name, write.part, write.source)
+                pending = Pending(write.name.key + tag, write.name.parent + tag, header, write.source.cast("B"))
+                todo.append((i, pending))
+        if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            try:
+                self._put_locked(todo, statuses, deadline_s)
+            except OSError as error:
+                self._write_errors += 1
+                log.warning("nvme tier at %s could not write (%s)", self.path, error)
+            finally:
+                self._write_lock.release()
+        return statuses
+
+    def _put_locked(self, todo: list[tuple[int, Pending]], statuses: list[BlockStatus], deadline_s: float) -> None:
+        """Write what is still missing. Raises OSError when no segment can be had; the rest then is ERROR already."""
+        for i, _ in todo:
+            statuses[i] = BlockStatus.ERROR
+        if not self._ensure_attached():
+            return
+        seen: set[bytes] = set()
+        fresh: list[tuple[int, Pending]] = []
+        for i, record in todo:
+            if record.address in seen or self._index.contains(record.address):
+                statuses[i] = BlockStatus.EXISTS
+            else:
+                seen.add(record.address)
+                fresh.append((i, record))
+        while fresh:
+            if time.monotonic() >= deadline_s:
+                _mark(statuses, fresh, BlockStatus.TIMEOUT)
+                return
+            count = self._log.batch([record for _, record in fresh[:256]])
+            if not count:
+                rolled = self._log.roll(fresh[0][1].payload.nbytes, deadline_s)
+                if rolled is BlockStatus.DROPPED:
+                    _mark(statuses, fresh, BlockStatus.DROPPED)
+                    return
+                continue
+            batch, fresh = fresh[:count], fresh[count:]
+            try:
+                self._log.append([record for _, record in batch])
+                _mark(statuses, batch, BlockStatus.OK)
+            except OSError as error:
+                self._write_errors += 1
+                log.warning("nvme tier at %s: writing %d records failed (%s)", self.path, count, error)
+
+    def touch(self, addresses: Sequence[Address]) -> None:
+        """As in `Tier`; no I/O."""
+        self._index.touch(self._packed(addresses))
+
+    def delete(self, addresses: Sequence[Address]) -> int:
+        """As in `Tier`. Their bytes go with their segment; the erased map keeps them away after a restart."""
+        pages: dict[int, list[int]] = {}
+        for packed in self._packed(addresses):
+            place = self._index.remove(packed)
+            if place is not None:
+                pages.setdefault(place.segment, []).append(place.page)
+        for ident, listed in pages.items():
+            segment = self._catalog.get(ident)
+            if segment is not None:
+                self._catalog.mark(segment, listed, DELETED)
+        return sum(len(listed) for listed in pages.values())
+
+    def put_identity(self, domain: bytes, encoded: bytes) -> None:
+        """As in `Tier`. One that cannot be written now is written when the folder is back."""
+        self._identities[domain] = encoded
+        if self._attached:
+            try:
+                self._folder.put_identity(domain, encoded)
+            except OSError as error:
+                log.warning("nvme tier at %s could not keep an identity (%s)", self.path, error)
+
+    def identities(self) -> dict[bytes, bytes]:
+        """As in `Tier`."""
+        try:
+            return self._folder.identities()
+        except OSError as error:
+            log.warning("nvme tier at %s could not list identities (%s)", self.path, error)
+            return {}
+
+    def counters(self) -> TierCounters:
+        """As in `Tier`. `nbytes` is what the present records take on disk, those of other writers included."""
+        return TierCounters(
+            blocks=len(self._index),
+            nbytes=self._index.nbytes,
+            capacity_bytes=self._capacity_bytes,
+            evictions=self._log.evictions,
+            errors=self._reader.errors + self._write_errors,
+            corrupt=self._reader.corrupt,
+            bytes_read=self._reader.bytes_read,
+            bytes_written=self._log.bytes_written,
+        )
+
+    def check(self) -> None:
+        """As in `Tier`: index and segments agree, no records overlap, and PATH is within its cap."""
+        with self._write_lock:
+            self._index.check()
+            self._catalog.check()
+            if self._attached:
+                used = self._folder.physical_bytes()
+                assert used <= self._capacity_bytes, f"{self.path} takes {used} of {self._capacity_bytes} bytes"
+
+    def close(self) -> None:
+        """As in `Tier`. Closes the open segment, so that the next start reads footers only."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._write_lock:
+            if self._closed:
+                return
+            if self._attached:
+                self._catalog.renew_mtimes()
+            self._closed, self._attached = True, False
+            self._log.close_open()
+            self._catalog.clear()
+            self._folder.detach()
+            self._handles.close()
+
+    def __enter__(self) -> NvmeTier:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _validate(capacity_bytes: int, domain: bytes, io: str, fsync: str) -> None:
+    if io not in IO_MODES:
+        raise ConfigError.unknown_name("--kv-nvme-io", io, IO_MODES)
+    if fsync not in FSYNC_MODES:
+        raise ConfigError.unknown_name("--kv-nvme-fsync", fsync, FSYNC_MODES)
+    if capacity_bytes < MIN_CAPACITY_BYTES:
+        raise ConfigError.bad_value("--kv-nvme-size", capacity_bytes, f"at least {MIN_CAPACITY_BYTES} bytes")
+    if len(domain) != KEY_BYTES:
+        raise ConfigError.bad_value("domain", domain.hex(), f"{KEY_BYTES} bytes")
+
+
+def _mark(statuses: list[BlockStatus], records: Sequence[tuple[int, Pending]], status: BlockStatus) -> None:
+    for i, _ in records:
+        statuses[i] = status
