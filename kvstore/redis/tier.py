@@ -12,18 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from pagetier.kvstore.block import Address, BlockStatus, Part
+from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.errors import ConfigError, ProtocolError, TierUnavailable
 from pagetier.kvstore.record import (
     REDIS_IDENTITIES,
     RecordStatus,
     header_bytes,
     pack_header,
-    part_text,
-    redis_namespace,
     verify,
 )
 from pagetier.kvstore.redis.account import Account, parse_info
+from pagetier.kvstore.redis.names import RecordNames
 from pagetier.kvstore.redis.pool import ConnectionPool, Dialer, RefusedError
 from pagetier.kvstore.redis.resp import ErrorReply, Reply, RespConnection, encode_command
 from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
@@ -33,6 +32,7 @@ CONNECT_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 8  # more than the store has byte threads
 MAX_PIPELINE_BYTES = 16 << 20  # what the server may have to queue for us at once
 MAX_PIPELINE_COMMANDS = 512  # 60 kB of requests fit a socket's buffer, so sending never waits on a server that writes
+COMMAND_BYTES = 32  # of RESP around a name, about
 HOUSEKEEPING_S = 0.25  # touch, delete and the like have no deadline of their own; none of them is worth more
 REFRESH_INTERVAL_S = 5.0
 READING, WRITING = "reading", "writing"
@@ -72,8 +72,7 @@ class RedisTier:
         self._max_window_bytes = max_pipeline_bytes // 2  # while one window arrives the next is asked for
         self._ttl_ms = b"%d" % int(ttl_s * 1000)
         self._after_value = b"\r\n" + encode_command(b"PX", self._ttl_ms).split(b"\r\n", 1)[1]
-        self._namespace = redis_namespace(domain).encode()
-        self._part_texts: dict[Part, bytes] = {}  # a cache; threads may fill it twice, with the same
+        self._names = RecordNames(domain)
 
     @property
     def name(self) -> str:
@@ -91,8 +90,8 @@ class RedisTier:
         try:
             _check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
-                for window in self._windows_of_commands([self._command(b"EXISTS", a) for a in addresses]):
-                    connection.send([b"".join(window)], len(window), deadline_s)
+                for window in self._windows_of_addresses(addresses):
+                    connection.send([self._names.commands("EXISTS", window)], len(window), deadline_s)
                     flags = connection.read_flags(len(window), deadline_s)
                     num_leading, error = num_leading + flags.num_leading, error or flags.error
                     if flags.num_leading < len(window):
@@ -146,11 +145,11 @@ class RedisTier:
     def touch(self, addresses: Sequence[Address]) -> None:
         """Renews TTL and the server's idea of recency, tail first; given up after HOUSEKEEPING_S."""
         deadline_s = time.monotonic() + HOUSEKEEPING_S
-        self._integers([self._command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
+        self._integers([self._names.command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
 
     def delete(self, addresses: Sequence[Address]) -> int:
         num_removed = self._integers(
-            [self._command(b"UNLINK", a) for a in addresses], time.monotonic() + HOUSEKEEPING_S
+            [self._names.command(b"UNLINK", a) for a in addresses], time.monotonic() + HOUSEKEEPING_S
         )
         self._account.removed(num_removed)
         return num_removed
@@ -203,7 +202,8 @@ class RedisTier:
         windows, done = list(self._windows_of_blocks(reads)), 0
         for i, window in enumerate(windows):
             for asked in windows[:2] if i == 0 else windows[i + 1 : i + 2]:
-                connection.send([b"".join(self._command(b"GET", r.address) for r in asked)], len(asked), deadline_s)
+                commands = self._names.commands("GET", [read.address for read in asked])
+                connection.send([commands], len(asked), deadline_s)
             for read in window:
                 statuses[done] = self._read_one(connection, read, deadline_s)
                 done += 1
@@ -240,7 +240,7 @@ class RedisTier:
         A value of another length or type is not there: it will be replaced.
         """
         commands = [
-            self._command(b"PEXPIRE", write.address, self._ttl_ms) + self._command(b"STRLEN", write.address)
+            self._names.command(b"PEXPIRE", write.address, self._ttl_ms) + self._names.command(b"STRLEN", write.address)
             for write in writes
         ]
         done = 0
@@ -289,24 +289,11 @@ class RedisTier:
         """`SET name record PX ttl` around the payload, which is not copied."""
         payload = write.source.cast("B")
         header = pack_header(self._domain, write.name, write.part, payload)
-        name = self._name(write.address)
+        name = self._names.name(write.address)
         start = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, len(header) + payload.nbytes, header)
         return start, payload, self._after_value
 
     # -- what both need -----------------------------------------------------------------------------------------------
-
-    def _name(self, address: Address) -> bytes:
-        """`record.redis_name`, some times faster: a lookup needs thousands."""
-        part = self._part_texts.get(address.part)
-        if part is None:
-            part = self._part_texts[address.part] = part_text(address.part).encode()
-        return b"%b{%b}:%b" % (self._namespace, address.key.hex().encode(), part)
-
-    def _command(self, verb: bytes, address: Address, *more: bytes) -> bytes:
-        if more:
-            return encode_command(verb, self._name(address), *more)
-        name = self._name(address)
-        return b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(verb), verb, len(name), name)
 
     def _windows_of_blocks(self, blocks: Sequence[_Sized]) -> Iterator[Sequence[_Sized]]:
         """Consecutive runs of at most a window's bytes and commands; at least one block each."""
@@ -321,8 +308,14 @@ class RedisTier:
         if first < len(blocks):
             yield blocks[first:]
 
+    def _windows_of_addresses(self, addresses: Sequence[Address]) -> Iterator[Sequence[Address]]:
+        """Runs whose `verb name` commands fit a window. A lookup of 100,000 tokens is one run: 0.8 MB."""
+        step = max(self._max_window_bytes // (len(self._names.name(addresses[0])) + COMMAND_BYTES), 1)
+        for first in range(0, len(addresses), step):
+            yield addresses[first : first + step]
+
     def _windows_of_commands(self, commands: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-        """Runs of small commands with small replies. A lookup of 100,000 tokens is one run: 0.9 MB."""
+        """Runs of small commands with small replies, of at most a window's bytes."""
         if not commands:
             return
         step = max(self._max_window_bytes // max(map(len, commands)), 1)

@@ -191,12 +191,12 @@ def test_a_server_that_drips_is_cut_off_at_the_deadline() -> None:
 
 def test_a_value_that_drips_is_cut_off_at_the_deadline() -> None:
     with RespServer(stored()) as server:
-        server.piece_bytes, server.pause_s = 100, 0.01  # 0.8 s a value, and always some progress
+        server.piece_bytes, server.pause_s = 100, 0.02  # 1.6 s a value, and always some progress
         tier = tier_of(server)
         started_s = time.monotonic()
         reads = [BlockRead(name, PART, memoryview(bytearray(PAYLOAD_BYTES))) for name in chain(2)]
         assert tier.get(reads, started_s + 0.1) == [TIMEOUT] * 2
-        assert time.monotonic() - started_s < 0.3
+        assert time.monotonic() - started_s < 1.0
         tier.close()
 
 
@@ -214,7 +214,7 @@ def test_a_server_that_reads_nothing_ends_a_put_at_the_deadline() -> None:
         started_s = time.monotonic()
         writes = [BlockWrite(name, PART, memoryview(payload))] * 3
         assert tier.put(writes, started_s + 0.1) == [TIMEOUT] * 3
-        assert time.monotonic() - started_s < 0.5
+        assert time.monotonic() - started_s < 2.0
         unread.set()
         tier.close()
 
