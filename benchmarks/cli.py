@@ -97,24 +97,31 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
     if options.as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
-        Console().print(table_of(report))
+        print_report(report, Console())
     stderr.print(f"appended to {kept}")
     if options.plot is not None:
         stderr.print(f"drawn to {draw(report, options.plot)}")
     return report.exit_code
 
 
-def table_of(report: Report) -> Table:
+def print_report(report: Report, console: Console) -> None:
+    """A table, and below it the notes, each once with the rows that it belongs to."""
     table = Table(title=f"{report.bench} · {report.commit} · {report.hardware}", title_justify="left")
-    for column, justify in (("name", "left"), ("value", "right"), ("p50", "right"), ("p99", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
-    for column in ("unit", "target", "ok", "runs", "note"):
-        table.add_column(column)
+    table.add_column("name", no_wrap=True)
+    for column in ("value", "p50", "p99"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("unit", "target", "ok", "runs"):
+        table.add_column(column, no_wrap=True)
+    notes: dict[str, list[str]] = {}
     for row in report.rows:
         judged = ("yes" if row.ok else "NO") if row.target is not None or not row.ok else ""
         numbers = [figure(value) for value in (row.value, row.p50, row.p99)]
-        table.add_row(row.name, *numbers, row.unit, row.target or "", judged, str(row.runs), row.note)
-    return table
+        table.add_row(row.name, *numbers, row.unit, row.target or "", judged, str(row.runs))
+        if row.note:
+            notes.setdefault(row.note, []).append(row.name)
+    console.print(table)
+    for note, names in notes.items():
+        console.print(f"{note}  ({', '.join(names)})", highlight=False, soft_wrap=True)
 
 
 def figure(value: Any) -> str:

@@ -1,0 +1,80 @@
+"""`pagetier bench`: names, output, kept results and exit code."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pagetier.benchmarks.cli import BENCHES, Bench, Options, Say, bench, execute
+from pagetier.benchmarks.report import Row
+from pagetier.kvstore.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBench(Bench):
+    """Answers with given rows instead of measuring."""
+
+    rows: tuple[Row, ...] = ()
+
+    def run(self, full: bool, say: Say) -> Sequence[Row]:
+        say(f"full={full}")
+        return self.rows
+
+
+def fixed(*rows: Row) -> dict[str, Bench]:
+    return {"fixed": FixedBench("a claim", "nowhere", 1.0, rows)}
+
+
+def test_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'spine'"):
+        bench("spin")
+
+
+def test_quick_and_full_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="--quick and --full"):
+        bench("spine", quick=True, full=True)
+
+
+def test_json_alone_goes_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    benches = fixed(Row("a", 2.0, "ratio", ">= 1"))
+    assert execute("fixed", benches, Options(full=True, as_json=True), tmp_path) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["command"] == "pagetier bench fixed --full --json"
+    assert answer["rows"][0]["ok"] is True
+    assert "full=True" in err
+    assert str(tmp_path / "fixed.csv") in err
+    assert (tmp_path / "fixed.csv").read_text().count("\n") == 2
+
+
+def test_missed_target_is_shown_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute("fixed", fixed(Row("a", 0.5, "ratio", ">= 1")), Options(), tmp_path) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_a_note_is_printed_once_for_all_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row(name, 1.0, "s", note="a busy machine") for name in ("first", "second")]
+    execute("fixed", fixed(*rows), Options(), tmp_path)
+    assert "a busy machine  (first, second)" in capsys.readouterr().out
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the bench extra is not installed")
+    rows = (Row("a", 0.5, "ratio", ">= 1"), Row("b", 3.0, "s"), Row("c", None, "s", note="no disk"))
+    execute("fixed", fixed(*rows), Options(plot=tmp_path / "plots"), tmp_path)
+    assert (tmp_path / "plots" / "fixed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_library_names_the_extra() -> None:
+    with pytest.raises(ConfigError, match="needs no_such_library_here: pip install"):
+        Bench("a claim", "no_such_library_here", 1.0).run(False, lambda line: None)
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_every_benchmark_can_be_run_by_name(name: str) -> None:
+    assert callable(importlib.import_module(BENCHES[name].module).run)
