@@ -13,7 +13,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,8 @@ def stamp(files: Sequence[Path]) -> tuple[FileStamp, ...]:
 class FingerprintCache:
     """Fingerprints in `<folder>/<hash of the stamps>.json`. A cache only: an unwritable folder makes loads slower."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._folder, self._clock_ns = folder, clock_ns
 
     def _place(self, stamps: Sequence[FileStamp]) -> Path:
         return self._folder / f"{hashlib.sha256(repr(list(stamps)).encode()).hexdigest()[:32]}.json"
@@ -87,7 +87,7 @@ class FingerprintCache:
     def put(self, stamps: Sequence[FileStamp], fingerprint: str) -> None:
         """Remember it, unless a file is so new that a change could go unseen."""
         newest = max(max(item.mtime_ns, item.ctime_ns) for item in stamps)
-        if time.time_ns() - newest < RACY_NS:
+        if self._clock_ns() - newest < RACY_NS:
             return
         entry = json.dumps({"fingerprint": fingerprint, "files": [repr(item) for item in stamps]})
         with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ class GGUFFile:
             name = hf_name(tensor.name)
             if name is None:
                 raise ConfigError(
-                    f"{self.files[0]}: tensor {tensor.name!r} has no place in a {self.config.architecture}"
+                    f"{self.files[0]}: tensor {tensor.name!r} has no place in this {self.config.architecture} model"
                 )
             infos[name] = StoredInfo(tensor.name, tensor.ggml_type, tensor.shape)
         return infos
