@@ -195,7 +195,7 @@ class HostTier:
                 return BlockStatus.EXISTS
             if self._is_closed:
                 return BlockStatus.DROPPED
-            slot = self._make_room(len(write.source), parent)
+            slot = self._make_room(len(write.source), parent, is_head=write.name.parent == write.name.root)
             if slot is None:
                 return BlockStatus.DROPPED
             self._writing.add(address)
@@ -211,8 +211,9 @@ class HostTier:
             self._bytes_written += slot.nbytes
         return BlockStatus.OK
 
-    def _make_room(self, nbytes: int, parent: Address) -> Slot | None:
-        """A slot, evicting if it must, but never the new block's own parent: a suffix alone is useless."""
+    def _make_room(self, nbytes: int, parent: Address, *, is_head: bool) -> Slot | None:
+        """A slot, or None when there is no room. A suffix without its prefix is useless: the new block's own parent is
+        not evicted for it, and nothing is for an orphan."""
         try:
             slot = self._arena.alloc(nbytes)
             if slot is not None:
@@ -222,7 +223,7 @@ class HostTier:
         held = parent in self._lru
         if held:
             self._lru.pin(parent)
-        while slot is None and self._evict(1):
+        while slot is None and (held or is_head) and self._evict(1):
             slot = self._arena.alloc(nbytes)
         if held:
             self._lru.unpin(parent)

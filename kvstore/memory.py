@@ -288,7 +288,7 @@ class MemoryTier:
         if (there := self._records.get(address)) is not None:
             return BlockStatus.EXISTS if there.name == write.name else BlockStatus.DROPPED
         payload, parent = bytearray(write.source), Address(write.name.parent, write.part)
-        if not self._make_room(len(payload), parent):
+        if not self._make_room(len(payload), parent, is_head=write.name.parent == write.name.root):
             return BlockStatus.DROPPED
         self._records[address] = _Record(write.name, payload, xxhash.xxh3_128_intdigest(payload))
         self._lru.add(address, parent)
@@ -296,12 +296,13 @@ class MemoryTier:
         self._bytes_written += len(payload)
         return BlockStatus.OK
 
-    def _make_room(self, nbytes: int, parent: Address) -> bool:
-        """Evict for `nbytes`, but never the new block's own parent: a suffix without its prefix is useless."""
+    def _make_room(self, nbytes: int, parent: Address, *, is_head: bool) -> bool:
+        """Evict for `nbytes`; whether there is room. A suffix without its prefix is useless: the new block's own parent
+        is not evicted for it, and nothing is for an orphan."""
         held = parent in self._lru
         if held:
             self._lru.pin(parent)
-        while self._nbytes + nbytes > self._capacity_bytes and self._evict(1):
+        while self._nbytes + nbytes > self._capacity_bytes and (held or is_head) and self._evict(1):
             pass
         if held:
             self._lru.unpin(parent)

@@ -154,15 +154,23 @@ class PutQueue:
     def _take(self) -> Task | None:
         """First phase: take a piece off the front."""
         piece: list[QueuedPut] = []
+        orphans: list[QueuedPut] = []  # the tier refused their parent while they waited
         nbytes = 0
         with self._lock:
             while self._queue and (not piece or nbytes < self._limits.piece_bytes):
-                piece.append(self._queue.popleft())
-                nbytes += len(piece[-1].write.source)
+                put = self._queue.popleft()
+                if put.write.name.parent in self._dropped:
+                    orphans.append(put)
+                    self._queued_bytes -= len(put.write.source)
+                    self._remember_drop(put.write.name.key)
+                else:
+                    piece.append(put)
+                    nbytes += len(put.write.source)
             if not piece:
                 self._is_draining = False
-                return None
-        return functools.partial(self._write, piece, nbytes)
+        for put in orphans:
+            put.settle(BlockStatus.DROPPED)
+        return functools.partial(self._write, piece, nbytes) if piece else None
 
     def _write(self, piece: list[QueuedPut], nbytes: int) -> Task | None:
         """Second phase: write it, settle its blocks, queue again behind the tier's other work."""

@@ -178,13 +178,13 @@ class TieredStore:
         return {port.name: port.stats() for port in self._ports}
 
     def counters(self) -> dict[str, int]:
-        """The store's own account: what waits, what was dropped, promoted, or is pinned by tickets."""
+        """The store's own account: what is under way, what was dropped, and what was promoted through a queue."""
         return {
             "tickets": len(self._tickets),
             "loads": len(self._loads),
             "queued_put_bytes": sum(queue.queued_bytes for queue in self._queues),
             "dropped_puts": sum(queue.num_dropped for queue in self._queues),
-            "promoted_blocks": sum(queue.num_promoted for queue in self._queues),
+            "queued_promotions": sum(queue.num_promoted for queue in self._queues),
         }
 
     @property
@@ -275,20 +275,21 @@ class TieredStore:
         return view
 
     def _promote(self, index: int, reads: Sequence[BlockRead]) -> None:
-        """On a read thread, before the load answers: copy blocks that came from tier `index` to faster tiers.
+        """On a read thread, before the load answers: put blocks that came from tier `index` into faster tiers too.
 
-        Only where the index says at once that they are missing and half of the queue is free; the copy is what makes it
-        safe to let go of the destination."""
+        Only where the index says at once that they are missing. Memory takes them now; others through their queue, if
+        half of it is free, as copies: the destinations may be reused as soon as the load answered."""
         for port, queue in zip(self._ports[:index], self._queues[:index], strict=True):
             if not port.at_once or not port.writes.would_allow():
                 continue
-            room = queue.has_room(self._payload_bytes * len(reads))
-            missing = [read for read in reads if room and not port.has(read.address)]
-            puts = [
-                QueuedPut(BlockWrite(read.name, self._part, memoryview(bytes(read.destination))), None, 0)
-                for read in missing
-            ]
-            queue.offer(puts)
+            missing = [BlockWrite(r.name, r.part, r.destination) for r in reads if not port.has(r.address)]
+            if not missing:
+                continue
+            if port.pinning is not None:
+                port.put(missing, self._clock() + self._limits.put_budget_s)
+            elif queue.has_room(self._payload_bytes * len(missing)):
+                copies = [BlockWrite(w.name, w.part, memoryview(bytes(w.source))) for w in missing]
+                queue.offer([QueuedPut(copy, None, 0) for copy in copies])
 
     def _expire(self) -> None:
         now_s = self._clock()

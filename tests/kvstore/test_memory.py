@@ -151,3 +151,10 @@ def test_random_faults_replay() -> None:
 
     assert statuses(1) == statuses(1) != statuses(2)
     assert set(statuses(1)) > {OK, ERROR}
+
+
+def test_an_orphan_takes_free_room_and_evicts_nothing() -> None:
+    tier, names, other = small(5), chain(4), chain(6, seed=1)
+    put(tier, names[:4])
+    assert put(tier, [other[2], other[4]]) == [OK, BlockStatus.DROPPED]
+    assert tier.lookup(addresses(names), soon()) == 4
