@@ -6,6 +6,7 @@ tokenizer is a real byte-level one: every byte is a token, so every non-ASCII ch
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pagetier.engine.server.wire import Ready
 from pagetier.engine.token_bytes import byte_alphabet
 from pagetier.engine.tokenizer import Tokenizer, TokenizerFacts
 from pagetier.kvstore.block import KEY_BYTES
+from pagetier.kvstore.errors import ConfigError
 
 BLOCK_SIZE = 4
 DOMAIN = bytes(range(32))
@@ -157,8 +159,15 @@ def score(token_id: int) -> TokenLogprobs:
 
 
 def build(config: Mapping[str, Any]) -> ServedEngine:
-    """The factory an `EngineOrder` names. `limits` go to Ready, the rest to DoubleCore."""
+    """The factory an `EngineOrder` names. `limits` go to Ready, `fail` is how it fails, the rest goes to DoubleCore."""
     fields = dict(config)
+    match fields.pop("fail", None):
+        case "usage":
+            raise ConfigError("--kv-tier: got 'x'; allowed: nvme, redis")
+        case "bug":
+            raise RuntimeError("unexpected")
+        case "death":
+            os._exit(7)
     limits = {"max_len_tokens": 64, "max_num_seqs": 4, "max_num_queued_reqs": 4} | fields.pop("limits", {})
     core = DoubleCore(**fields)
     ready = Ready(

@@ -34,6 +34,7 @@ class Stack:
     http: httpx.Client
     service: Service
     host: EngineHost
+    loop: asyncio.AbstractEventLoop
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON of a successful answer."""
@@ -75,14 +76,14 @@ def running_stack(*, process: bool = False, api_key: str | None = None, **config
         finally:
             up.set()
 
-    with _importable():
+    with importable():
         thread = threading.Thread(target=lambda: asyncio.run(main()), name="stack")
         thread.start()
         up.wait(30)
     try:
         url = f"http://127.0.0.1:{box['port']}"
         with httpx.Client(base_url=url, timeout=20) as http:
-            yield Stack(url, http, box["service"], box["host"])
+            yield Stack(url, http, box["service"], box["host"], box["loop"])
     finally:
         if "loop" in box:
             box["loop"].call_soon_threadsafe(box["stop"].set)
@@ -90,7 +91,7 @@ def running_stack(*, process: bool = False, api_key: str | None = None, **config
 
 
 @contextlib.contextmanager
-def _importable() -> Iterator[None]:
+def importable() -> Iterator[None]:
     """Let child processes import `tests`."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT) if before is None else f"{ROOT}{os.pathsep}{before}"
