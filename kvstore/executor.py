@@ -16,6 +16,8 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
+MAX_IDLE_PUMPS = 8  # of the seeded executor
+
 Task = Callable[[], "Task | None"]
 
 
@@ -88,12 +90,13 @@ class SeededExecutor:
     """Runs tasks only inside `pump`, in an order drawn from `seed`: equal seeds and calls replay exactly.
 
     eagerness: the chance of each waiting phase to run in a pump; 1.0 runs all of them, follow-ups included, at the
-    first. At least one phase runs when there is any, so polling always ends. One thread only.
+    first. After MAX_IDLE_PUMPS pumps without a phase one is run, so polling always ends. One thread only.
     """
 
     def __init__(self, seed: int = 0, eagerness: float = 0.5) -> None:
         self._rng, self._eagerness = random.Random(seed), eagerness
         self._tasks: list[Task] = []  # owner: the polling thread, as all below
+        self._num_idle_pumps = 0
 
     @classmethod
     def inline(cls) -> SeededExecutor:
@@ -117,11 +120,10 @@ class SeededExecutor:
             return
         waiting, self._tasks = self._tasks, []
         self._rng.shuffle(waiting)
-        num_run = 0
-        for i, task in enumerate(waiting):
-            must = num_run == 0 and i == len(waiting) - 1
-            if must or self._rng.random() < self._eagerness:
-                num_run += 1
+        self._num_idle_pumps += 1
+        for task in waiting:
+            if self._num_idle_pumps > MAX_IDLE_PUMPS or self._rng.random() < self._eagerness:
+                self._num_idle_pumps = 0
                 self._run(task)
             else:
                 self._tasks.append(task)

@@ -56,7 +56,7 @@ def test_slowness_alone_opens_it(breaker: Breaker) -> None:
 def test_half_bad_is_still_in_use_and_more_is_not(breaker: Breaker) -> None:
     record(breaker, *[Outcome.GOOD, Outcome.SLOW] * 20)
     assert is_in(breaker, BreakerState.CLOSED)
-    record(breaker, Outcome.SLOW, Outcome.SLOW)
+    record(breaker, Outcome.SLOW)
     assert is_in(breaker, BreakerState.OPEN)
 
 
