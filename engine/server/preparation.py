@@ -6,7 +6,7 @@ Runs on a small thread pool for long prompts, so that one 100K-token prompt does
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,7 @@ from pagetier.kvstore.keys import chain_names, hash_named, root_key
 
 INLINE_LENGTH = 4096  # characters or ids below which a hop to the pool costs more than the work (some 0.5 ms)
 NUM_THREADS = 2
+SEED_MASK = (1 << 64) - 1  # negative seeds are allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,11 @@ class PreparedRequest:
 class Preparer:
     """Knows the tokenizer and the engine's facts. Thread-safe; owner of its pool: event loop thread."""
 
-    def __init__(self, tokenizer: Tokenizer, ready: Ready) -> None:
+    def __init__(self, tokenizer: Tokenizer, ready: Ready, seed: int | None = None) -> None:
+        """seed: of the seeds drawn for requests that name none; None: from the system."""
         self._tokenizer, self._ready = tokenizer, ready
         self._hash = hash_named(ready.hash_name)
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagetier-tokenize")
 
     async def completion(self, body: CompletionRequest, request_id: str) -> PreparedRequest:
@@ -117,7 +120,7 @@ class Preparer:
         for ids in prompts:
             self._check_length(len(ids), params, field)
         salt = body.cache_salt or ""
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        seed = (params.seed if params.seed is not None else self._seeds.getrandbits(63)) & SEED_MASK
         now_s = time.monotonic()
         sequences = []
         for index, ids in enumerate(prompts):

@@ -36,16 +36,16 @@ SETTLE_S = 0.5  # for the last error events to reach their clients
 class ServeOptions:
     """The API process's own settings; the engine's travel in `order`.
 
-    engine_process: auto and on run the engine in a process of its own, off in a thread. port 0: any free one.
+    engine_process: auto and on run the engine in a process of its own, off in a thread. seed: of the seeds drawn for
+    requests that name none; None: from the system.
     """
 
     order: EngineOrder
     model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_key: str | None = None
     engine_process: str = "auto"
     shutdown_timeout_s: float = 10.0
+    seed: int | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -89,7 +89,7 @@ async def serve(
                 text = await loading  # a thread cannot be cancelled; it is short
             if end.asked:
                 return
-            preparer = Preparer(text, client.ready)
+            preparer = Preparer(text, client.ready, options.seed)
             try:
                 metrics = ServerMetrics(options.model_names[0])
                 service = Service(client, text, preparer, metrics, options.model_names, options.api_key)

@@ -15,6 +15,6 @@ if __name__ == "__main__":
     given: dict[str, Any] = json.loads(sys.argv[1])
     timeout_s = given.pop("shutdown_timeout_s", 5.0)
     order = EngineOrder(given, "tests.engine.server.double:build", timeout_s)
-    options = ServeOptions(order, ("double",), port=0, shutdown_timeout_s=timeout_s)
-    listener = bind(options.host, 0)
+    options = ServeOptions(order, ("double",), shutdown_timeout_s=timeout_s)
+    listener = bind("127.0.0.1", 0)
     asyncio.run(serve(options, build_tokenizer, listener, lambda url: print(url, flush=True)))  # noqa: T201

@@ -1,0 +1,222 @@
+"""The flags of `pagetier serve`: one dataclass, what is not built yet, and the plain fields for the engine process.
+
+Loads neither torch nor the server. The names are CLI.md's; their meaning is that of `ServeConfig` and `StoreConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagetier.engine.config import DEVICES, DTYPES
+from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
+from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.keys import hash_named
+
+MODEL, SERVER, SCHEDULER, CACHE, TIERS = "Model", "Server", "Scheduler", "KV cache on the device", "KV tiers below it"
+
+
+def _option(*names: str, panel: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, help=text, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """One field per flag."""
+
+    model: Annotated[str, _option("--model", panel=MODEL, text="smollm2, a folder or .gguf file, or org/name.")] = (
+        "smollm2"
+    )
+    served_model_name: Annotated[
+        list[str] | None, _option("--served-model-name", panel=MODEL, text="Name(s) in the API; default: --model.")
+    ] = None
+    dtype: Annotated[str, _option("--dtype", panel=MODEL, text=f"{', '.join(DTYPES)}.")] = "auto"
+    device: Annotated[str, _option("--device", panel=MODEL, text=f"{', '.join(DEVICES)}.")] = "auto"
+    max_model_len: Annotated[
+        int | None, _option("--max-model-len", panel=MODEL, text="Longest prompt + output, tokens.", min=2)
+    ] = None
+    allow_long_context: Annotated[
+        bool, _option("--allow-long-context", panel=MODEL, text="Let --max-model-len exceed the model's (speed tests).")
+    ] = False
+    seed: Annotated[
+        int | None, _option("--seed", panel=MODEL, text="For requests that name no seed; default: a new one each.")
+    ] = None
+    quantization: Annotated[str | None, _option("--quantization", panel=MODEL, text="none (not built yet).")] = None
+    tensor_parallel_size: Annotated[int, _option("--tensor-parallel-size", panel=MODEL, text="1 (more: later).")] = 1
+    pipeline_parallel_size: Annotated[
+        int, _option("--pipeline-parallel-size", panel=MODEL, text="1 (more: later).")
+    ] = 1
+    speculative_config: Annotated[
+        str | None, _option("--speculative-config", panel=MODEL, text="Not built yet.", hidden=True)
+    ] = None
+    deterministic: Annotated[bool, _option("--deterministic", panel=MODEL, text="Not built yet.", hidden=True)] = False
+
+    host: Annotated[str, _option("--host", panel=SERVER, text="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option("--port", panel=SERVER, text="0: any free one.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None, _option("--api-key", panel=SERVER, text="What clients must send.", envvar="PAGETIER_API_KEY")
+    ] = None
+    admin_token: Annotated[str | None, _option("--admin-token", panel=SERVER, text="Not built yet.", hidden=True)] = (
+        None
+    )
+    engine_process: Annotated[
+        str, _option("--engine-process", panel=SERVER, text="auto and on: its own process; off: a thread.")
+    ] = "auto"
+    shutdown_timeout: Annotated[
+        float, _option("--shutdown-timeout", panel=SERVER, text="Seconds for running requests and queued puts.", min=0)
+    ] = 10.0
+    max_num_queued_reqs: Annotated[
+        int,
+        _option("--max-num-queued-reqs", panel=SERVER, text="Waiting sequences beyond which 503 is answered.", min=1),
+    ] = 1024
+    structured_outputs_backend: Annotated[
+        str | None, _option("--structured-outputs-backend", panel=SERVER, text="Not built yet.", hidden=True)
+    ] = None
+
+    max_num_seqs: Annotated[int, _option("--max-num-seqs", panel=SCHEDULER, text="Running sequences.", min=1)] = 64
+    max_num_batched_tokens: Annotated[
+        int | None, _option("--max-num-batched-tokens", panel=SCHEDULER, text="A step's tokens; default: 512.", min=1)
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool,
+        _option("--enable-chunked-prefill/--no-enable-chunked-prefill", panel=SCHEDULER, text="Split long prompts."),
+    ] = True
+    scheduling_policy: Annotated[
+        str, _option("--scheduling-policy", panel=SCHEDULER, text="fcfs (priority, lpm, fair: later).")
+    ] = "fcfs"
+    preemption_mode: Annotated[
+        str, _option("--preemption-mode", panel=SCHEDULER, text="recompute (swap, hybrid: later).")
+    ] = "recompute"
+    itl_target_ms: Annotated[
+        float | None, _option("--itl-target-ms", panel=SCHEDULER, text="Not built yet.", hidden=True)
+    ] = None
+    paranoid: Annotated[
+        bool, _option("--paranoid", panel=SCHEDULER, text="Check all invariants after every step. Slow.")
+    ] = False
+
+    kv_cache_memory: Annotated[
+        str, _option("--kv-cache-memory", panel=CACHE, text="Device pool on CPU, e.g. 2GiB.")
+    ] = "2GiB"
+    gpu_memory_utilization: Annotated[
+        float, _option("--gpu-memory-utilization", panel=CACHE, text="Share of a GPU for weights and pool.")
+    ] = 0.9
+    block_size: Annotated[int, _option("--block-size", panel=CACHE, text="Tokens per block.")] = 16
+    enable_prefix_caching: Annotated[
+        bool, _option("--enable-prefix-caching/--no-enable-prefix-caching", panel=CACHE, text="Reuse known prefixes.")
+    ] = True
+    kv_cache_dtype: Annotated[str, _option("--kv-cache-dtype", panel=CACHE, text="auto (others: later).")] = "auto"
+    kv_hash: Annotated[
+        str, _option("--kv-hash", panel=CACHE, text="sha256, or xxh3-128 where all clients are trusted.")
+    ] = "sha256"
+
+    kv_tier: Annotated[
+        str, _option("--kv-tier", panel=TIERS, text="Tiers, fastest first, e.g. nvme,redis; default: none.")
+    ] = ""
+    kv_host_size: Annotated[str, _option("--kv-host-size", panel=TIERS, text="Host arena, e.g. 4GiB; 0: none.")] = "0"
+    kv_nvme_path: Annotated[
+        Path | None, _option("--kv-nvme-path", panel=TIERS, text="Folder; default: nvme in the cache folder.")
+    ] = None
+    kv_nvme_size: Annotated[str, _option("--kv-nvme-size", panel=TIERS, text="Cap, e.g. 20GiB.")] = "20GiB"
+    kv_nvme_io: Annotated[str, _option("--kv-nvme-io", panel=TIERS, text="auto, direct or buffered.")] = "auto"
+    kv_nvme_fsync: Annotated[str, _option("--kv-nvme-fsync", panel=TIERS, text="none, segment or always.")] = "segment"
+    kv_redis_url: Annotated[
+        str | None,
+        _option(
+            "--kv-redis-url", panel=TIERS, text=f"redis://, rediss://, unix:// or {EMBEDDED}; default: $REDIS_URL."
+        ),
+    ] = None
+    kv_redis_size: Annotated[str, _option("--kv-redis-size", panel=TIERS, text="Of the embedded server.")] = "4GiB"
+    kv_redis_ttl: Annotated[int, _option("--kv-redis-ttl", panel=TIERS, text="Seconds a block lives unused.")] = 86_400
+    kv_redis_linger: Annotated[
+        float, _option("--kv-redis-linger", panel=TIERS, text="Seconds the embedded server outlives its last user.")
+    ] = 600.0
+    kv_load_budget_ms: Annotated[
+        float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
+    ] = 1000.0
+    kv_write_policy: Annotated[
+        str | None, _option("--kv-write-policy", panel=TIERS, text="Not built yet.", hidden=True)
+    ] = None
+    kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text="checksum (shadow: later).")] = "checksum"
+    kv_mac_key: Annotated[Path | None, _option("--kv-mac-key", panel=TIERS, text="Not built yet.", hidden=True)] = None
+
+
+# Flags whose feature does not exist yet: field -> the values that ask for nothing.
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "quantization": (None, "none"),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "speculative_config": (None,),
+    "deterministic": (False,),
+    "admin_token": (None,),
+    "structured_outputs_backend": (None,),
+    "scheduling_policy": ("fcfs",),
+    "preemption_mode": ("recompute",),
+    "itl_target_ms": (None,),
+    "kv_cache_dtype": ("auto",),
+    "kv_write_policy": (None,),
+    "kv_verify": ("checksum",),
+    "kv_mac_key": (None,),
+}
+
+
+def refuse_unbuilt(flags: ServeFlags) -> None:
+    """Raise ConfigError for a flag that asks for what does not exist yet: better than to take it and do nothing."""
+    for name, neutral in UNBUILT.items():
+        value = getattr(flags, name)
+        if value not in neutral:
+            allowed = " or ".join(str(one) for one in neutral if one not in (None, False)) or "to leave it out"
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: got {value!r}, which is not built yet; allowed: {allowed}")
+
+
+def store_fields(flags: ServeFlags) -> dict[str, Any]:
+    """The fields of `StoreConfig`, JSON-able and checked. Raises ConfigError."""
+    fields: dict[str, Any] = {
+        "tiers": [tier for tier in (part.strip() for part in flags.kv_tier.split(",")) if tier],
+        "host_size": parse_size(flags.kv_host_size, "--kv-host-size"),
+        "nvme_path": None if flags.kv_nvme_path is None else str(flags.kv_nvme_path.expanduser().absolute()),
+        "nvme_size": parse_size(flags.kv_nvme_size, "--kv-nvme-size"),
+        "nvme_io": flags.kv_nvme_io,
+        "nvme_fsync": flags.kv_nvme_fsync,
+        "redis_url": flags.kv_redis_url or default_redis_url(),
+        "redis_size": parse_size(flags.kv_redis_size, "--kv-redis-size"),
+        "redis_ttl_s": flags.kv_redis_ttl,
+        "redis_linger_s": flags.kv_redis_linger,
+        "load_budget_s": flags.kv_load_budget_ms / 1e3,
+    }
+    StoreConfig(**(fields | {"tiers": tuple(fields["tiers"])}))  # refuses here what it would refuse there
+    return fields
+
+
+def engine_fields(flags: ServeFlags) -> dict[str, Any]:
+    """The fields of `ServeConfig`, JSON-able, as far as they can be checked without the model. Raises ConfigError."""
+    refuse_unbuilt(flags)
+    for flag, value, allowed in (
+        ("--dtype", flags.dtype, DTYPES),
+        ("--device", flags.device, DEVICES),
+        ("--engine-process", flags.engine_process, ("auto", "on", "off")),
+    ):
+        if value not in allowed:
+            raise ConfigError.bad_value(flag, value, ", ".join(allowed))
+    hash_named(flags.kv_hash)
+    return {
+        "model": flags.model,
+        "dtype": flags.dtype,
+        "device": flags.device,
+        "block_size": flags.block_size,
+        "max_model_len": flags.max_model_len,
+        "allow_long_context": flags.allow_long_context,
+        "max_num_seqs": flags.max_num_seqs,
+        "max_num_batched_tokens": flags.max_num_batched_tokens,
+        "max_num_queued_reqs": flags.max_num_queued_reqs,
+        "kv_cache_memory": parse_size(flags.kv_cache_memory, "--kv-cache-memory"),
+        "gpu_memory_utilization": flags.gpu_memory_utilization,
+        "enable_prefix_caching": flags.enable_prefix_caching,
+        "enable_chunked_prefill": flags.enable_chunked_prefill,
+        "kv_hash": flags.kv_hash,
+        "paranoid": flags.paranoid,
+        "store": store_fields(flags),
+    }
