@@ -76,9 +76,9 @@ class EmbeddedValkey:
     def _watch(self) -> None:
         interval_s = self._watch_interval_s
         while not self._closing.wait(interval_s):
-            if self._place.supervisor_runs() or self._place.supervisor_note() == STOPPED:
-                continue
             try:
+                if self._place.supervisor_runs() or self._place.supervisor_note() == STOPPED:
+                    continue
                 _ensure_running(self._spec, time.monotonic() + START_TIMEOUT_S, self._closing.is_set)
                 log.warning("the embedded Valkey's supervisor had died; started another, its cache is empty")
                 interval_s = self._watch_interval_s
@@ -98,8 +98,9 @@ def join_embedded(
 ) -> EmbeddedValkey:
     """Become a user of the Valkey in `directory`, starting it when there is none; it answers when this returns.
 
-    `max_bytes` (its maxmemory) and `linger_s` are those of whoever started it. Raises ConfigError for a folder or size
-    that cannot work, TierUnavailable when no server answers within `start_timeout_s`.
+    One that does not answer within `start_timeout_s` is a warning, not a failure: it is a tier that is down, and the
+    watcher goes on trying. `max_bytes` (its maxmemory) and `linger_s` are those of whoever started it. Raises
+    ConfigError for a folder or size that cannot work, TierUnavailable when `users.lock` is not to be had.
     """
     if max_bytes <= 0:
         raise ConfigError.bad_value("--kv-redis-size", max_bytes, "a size above zero")
@@ -116,7 +117,10 @@ def join_embedded(
     try:
         _wait_for(users.try_shared, deadline_s, "users.lock is held by a supervisor that does not end")
         users.mark_use()
-        _ensure_running(spec, deadline_s, lambda: False)
+        try:
+            _ensure_running(spec, deadline_s, lambda: False)
+        except TierUnavailable as error:
+            log.warning("starting without the embedded Valkey, its blocks are recomputed until it answers: %s", error)
     except BaseException:
         users.close()
         raise
@@ -129,13 +133,21 @@ def stop_embedded(directory: Path, timeout_s: float = 5.0) -> bool:
     place = Rendezvous(directory.absolute())
     if not place.supervisor_lock.exists() or not place.supervisor_runs():
         return False
-    note = place.supervisor_note()
-    if note.isdigit():
-        try:
-            os.kill(int(note), signal.SIGTERM)
-        except ProcessLookupError:
-            pass  # it ended since
-    _wait_for(lambda: not place.supervisor_runs(), time.monotonic() + timeout_s, "the supervisor does not end")
+    told: set[int] = set()
+
+    def has_ended() -> bool:
+        if not place.supervisor_runs():
+            return True
+        note = place.supervisor_note()  # empty for a moment after its start
+        if note.isdigit() and int(note) not in told:
+            told.add(int(note))
+            try:
+                os.kill(int(note), signal.SIGTERM)
+            except ProcessLookupError:
+                return True
+        return False
+
+    _wait_for(has_ended, time.monotonic() + timeout_s, "the supervisor does not end")
     return True
 
 
@@ -162,7 +174,7 @@ def _ensure_running(spec: ServerSpec, deadline_s: float, is_cancelled: Callable[
     start = LockFile(place.start_lock)
     try:
         _wait_for(start.try_exclusive, deadline_s, "start.lock stays held", is_cancelled)
-        while not place.server_answers():
+        while not (place.supervisor_runs() and place.server_answers()):  # an orphan server is about to die
             if is_cancelled():
                 return
             if time.monotonic() > deadline_s:

@@ -61,7 +61,7 @@ class Rendezvous:
     def supervisor_note(self) -> str:
         """What the last supervisor wrote: its pid, STOPPED, or nothing."""
         try:
-            return self.supervisor_lock.read_text().strip()
+            return self.supervisor_lock.read_text().partition("\n")[0]
         except FileNotFoundError:
             return ""
 
@@ -94,9 +94,10 @@ class LockFile:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def write(self, text: str) -> None:
-        """Replace the file's content."""
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, text.encode(), 0)
+        """Replace the file's content with a line. Its first line is right at any moment."""
+        line = f"{text}\n".encode()
+        os.pwrite(self.fd, line, 0)
+        os.ftruncate(self.fd, len(line))
 
     def mark_use(self) -> None:
         """Advance the modification time, which tells a poller that the lock was taken between two looks."""

@@ -95,7 +95,7 @@ class Supervisor:
     def run(self) -> None:
         """Supervise until it is time to end."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._lock.write(f"{os.getpid()}\n")
+        self._lock.write(str(os.getpid()))
         look_interval_s = min(LOOK_INTERVAL_MAX_S, max(self._spec.linger_s / 20, 0.02))
         next_look_s = time.monotonic()
         note = ""
@@ -111,7 +111,7 @@ class Supervisor:
                 caught = signal.sigtimedwait(_SIGNALS, max(wake_at_s - time.monotonic(), 0.0))
                 if caught and caught.si_signo in (signal.SIGTERM, signal.SIGINT):
                     log.info("told to stop")
-                    note = f"{STOPPED}\n"
+                    note = STOPPED
                     return
         finally:
             self._stop_server()
@@ -169,7 +169,10 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        self._place.socket_path.unlink(missing_ok=True)
+        try:
+            self._place.socket_path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s stays: %s", self._place.socket_path, error)
 
     def _lingered(self) -> bool:
         """Whether nobody used the server for the linger time. If so `users.lock` stays locked: nobody joins now."""
@@ -201,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() > give_up_s:
             return EXIT_OTHER_RUNS
         time.sleep(0.005)
+    lock.write("")  # a dead supervisor's pid may be somebody else's by now
     if os.fork():  # the child shares the lock's open file; nobody is left who would have to reap it
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,9 @@ Answer = Callable[[Command], bytes | None]  # bytes to send; None closes the con
 
 
 class RespServer:
-    """Listens on a Unix socket and answers with `answer`, which a test may replace at any time."""
+    """Listens on a Unix socket, or with `tls` on TCP, and answers with `answer`, which may be replaced at any time."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, tls: ssl.SSLContext | None = None) -> None:
         self.answer = answer
         self.commands: list[Command] = []
         self.num_connections = 0
@@ -28,9 +29,15 @@ class RespServer:
         self.pause_s = 0.0  # between pieces
         self._directory = short_dir()
         self.socket_path: Path = self._directory / "s"
-        self.url = f"unix://{self.socket_path}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(os.fspath(self.socket_path))
+        self._tls = tls
+        if tls is None:
+            self.url = f"unix://{self.socket_path}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(os.fspath(self.socket_path))
+        else:
+            self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._listener.bind(("127.0.0.1", 0))
+            self.url = f"rediss://127.0.0.1:{self._listener.getsockname()[1]}"
         self._listener.listen()
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -61,6 +68,12 @@ class RespServer:
             except OSError:
                 return
             self.num_connections += 1
+            if self._tls is not None:
+                try:
+                    connection = self._tls.wrap_socket(connection, server_side=True)
+                except OSError:  # a client that does not trust us
+                    connection.close()
+                    continue
             self._open.append(connection)
             self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
             self._threads[-1].start()
