@@ -143,6 +143,11 @@ class TieredStore:
             queue.offer(new)
         return job.job
 
+    def is_stored(self, block: BlockName) -> bool:
+        """Whether every tier is known, without I/O, to hold it: then a put need not even be prepared."""
+        address = Address(block.key, self._part)
+        return bool(self._ports) and all(port.has(address) for port in self._ports)
+
     def touch(self, blocks: Sequence[BlockName]) -> None:
         """A request used this chain, given head first: renew it in every tier, soon and best effort."""
         self._check_open()
