@@ -190,11 +190,19 @@ class Catalog:
                 "%s: could not mark %d records (%s); a restart may list them again", segment.path, len(pages), error
             )
 
-    def renew_mtimes(self) -> None:
-        """Let modification times say which segments were used, hotter ones later. Never raises."""
+    def renew_mtimes(self, closed: Segment | None = None) -> None:
+        """Let modification times say which segments were used, hotter ones later. Never raises.
+
+        `closed`: one whose file was just written to without being used.
+        """
         with self.lock:
             ticks = self._index.segment_ticks()
-            stale = [(tick, -ident) for ident, tick in ticks.items() if self._renewed.get(ident) not in (None, tick)]
+            wrong_from = ticks.get(closed.ident, 0) if closed is not None else None
+            stale = [
+                (tick, -ident)
+                for ident, tick in ticks.items()
+                if self._renewed.get(ident) not in (None, tick) or (wrong_from is not None and tick >= wrong_from)
+            ]
             self._renewed.update({ident: tick for ident, tick in ticks.items() if ident in self._segments})
             now = time.time_ns() - len(stale)
             for i, (_, negative) in enumerate(sorted(stale)):

@@ -371,12 +371,14 @@ class SegmentLog:
             log.warning("hot records could not be rewritten (%s)", error)
         self.evictions += len(fitting)
 
-    def close_open(self) -> None:
-        """Close the open segment. Never raises: what cannot be closed is recovered like after a crash."""
+    def close_open(self) -> Segment | None:
+        """Close the open segment, and which that was. Never raises: what cannot be closed is recovered like after a
+        crash.
+        """
         segment, entries = self._open, self._entries
         self._forget_open()
         if segment is None:
-            return
+            return None
         try:
             if len(entries):
                 self._close_segment(segment, entries)
@@ -386,6 +388,7 @@ class SegmentLog:
                     self._files.unlink(segment.path)
         except OSError as error:
             log.warning("%s could not be closed (%s); the next start recovers it", segment.path, error)
+        return segment
 
     def _close_segment(self, segment: Segment, entries: Entries) -> None:
         footer = entries.pack_footer()
@@ -411,6 +414,7 @@ class SegmentLog:
             try:
                 if len(loaded.entries):
                     self._close_segment(segment, loaded.entries)
+                    self._files.set_mtime(segment.path, loaded.stat.st_mtime_ns)  # recovery is no use
                 else:
                     with self._catalog.lock:
                         self._catalog.drop(segment)

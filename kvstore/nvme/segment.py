@@ -193,7 +193,7 @@ def load_segment(files: Files, path: Path) -> LoadedSegment | None:
             entries = Entries.parse_footer(footer, commit.footer_digest)
             if entries is not None and len(entries) == commit.num_records and _within(entries, start, commit.end):
                 return LoadedSegment(size, stat, commit, entries, commit.end, erased)
-        entries, end = walk_headers(files, fd, start, min(commit.end if commit else size, size))
+        entries, end = walk_headers(files, fd, start, min(commit.end if commit else size, stat.st_size))
         return LoadedSegment(size, stat, commit, entries, end, erased)
     finally:
         files.close(fd)

@@ -346,10 +346,10 @@ class NvmeTier:
         with self._write_lock:
             if self._closed:
                 return
+            closed = self._log.close_open()
             if self._attached:
-                self._catalog.renew_mtimes()
+                self._catalog.renew_mtimes(closed)
             self._closed, self._attached = True, False
-            self._log.close_open()
             self._catalog.clear()
             self._folder.detach()
             self._handles.close()
