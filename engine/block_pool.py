@@ -70,13 +70,9 @@ class BlockPool:
         """Raise AssertionError with ids when a block is in no state or in two."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice in the free list"
-        for block, count in enumerate(self._references):
-            node = self._index.node_of(block)
-            if block in free:
-                assert count == 0 and node is None, f"free block {block} has {count} references, node {node}"
-            elif count == 0:
-                assert node is not None, f"block {block} is lost"
-            if node is not None:
-                assert node.referenced == (count > 0), f"block {block}: index and pool disagree"
-        assert self.num_referenced == sum(1 for count in self._references if count), "num_referenced"
+        unreferenced = {block for block, count in enumerate(self._references) if not count}
+        assert self.num_referenced == self.num_blocks - len(unreferenced), "num_referenced"
+        cached = self._index.unreferenced_blocks()
+        assert not free & cached, f"blocks {free & cached} are free and cached"
+        assert unreferenced == free | cached, f"blocks {unreferenced ^ (free | cached)} are lost or held by nobody"
         self._index.check()

@@ -83,6 +83,10 @@ class PrefixIndex:
     def node_of(self, block: int) -> Node | None:
         return self._nodes.get(block)
 
+    def unreferenced_blocks(self) -> set[int]:
+        """Blocks that only the index keeps."""
+        return {block for block, node in self._nodes.items() if not node.referenced}
+
     def match(self, root: bytes, tokens: bytes, max_tokens: int) -> Match:
         """The longest indexed prefix of `tokens` (u32 LE), at most `max_tokens` long, part of the next block included.
 
@@ -247,12 +251,13 @@ class PrefixIndex:
             assert node.attached and node.parent is parent, f"block {node.block}: bad parent"
             assert node.block not in seen, f"block {node.block} twice in the tree"
             seen[node.block] = node
-            active = int(node.referenced) + sum(1 for c in node.children.values() if c.active > 0)
-            assert node.active == active, f"block {node.block}: active {node.active}, counted {active}"
+            active = int(node.referenced)
             evictable += node.active == 0
             for child in node.children.values():
                 assert node.last_used >= child.last_used, f"block {node.block} colder than its child {child.block}"
+                active += child.active > 0
                 stack.append((node, child))
+            assert node.active == active, f"block {node.block}: active {node.active}, counted {active}"
         assert seen.keys() == self._nodes.keys(), f"lost blocks {seen.keys() ^ self._nodes.keys()}"
         assert evictable == self._num_evictable, f"evictable {self._num_evictable}, counted {evictable}"
 

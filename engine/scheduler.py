@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from pagetier.engine.batch import StepResult, TokenLogprobs
@@ -497,15 +497,14 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError, with ids, when blocks, requests and queues disagree."""
-        held = [0] * self.pool.num_blocks
-        for request in self._requests.values():
-            assert request in self._queue_of(request), f"{request.request_id} is in no queue"
-            for block in request.block_ids:
-                held[block] += 1
+        held: Counter[int] = Counter()
+        queued = {*self.running, *self.waiting, *self.loading}
+        assert queued == set(self._requests.values()), "a request is in no queue, or a queue holds a finished one"
+        for request in queued:
+            held.update(request.block_ids)
         for plan in self.launched:
-            for block in plan.release_after:
-                held[block] += 1
-        for block, count in enumerate(held):
+            held.update(plan.release_after)
+        for block, count in held.items():
             assert self.pool.references(block) >= count, f"block {block}: {count} holders"
         assert [r.order for r in self.running] == sorted(r.order for r in self.running), "running order"
         self.pool.check()

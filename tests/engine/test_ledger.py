@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 
+from pagetier.connectors.local import LocalConnector
+from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.messages import TokenOutput
+from pagetier.kvstore.block import BlockName, BlockStatus, Part
+from pagetier.kvstore.config import StoreLimits
+from pagetier.kvstore.executor import SeededExecutor
+from pagetier.kvstore.job import Completion, PutDone
 from pagetier.kvstore.keys import root_key
+from pagetier.kvstore.memory import Faults, MemoryTier
+from pagetier.kvstore.store import TieredStore
+from pagetier.kvstore.tier import BlockRead
 from tests.engine.ledger import LedgerBlocks, LedgerRunner
 from tests.engine.trace import VOCAB_SIZE, TracedRequest, make_trace
 
@@ -32,7 +42,7 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
     block_size = rng.choice((1, 2, 4, 8, 16))
     longest = max(len(t.request.prompt_ids) + len(t.output) for t in trace)
     need = -(-longest // block_size)
-    num_blocks = rng.choice((need, need + 1, need + need // 2, 2 * need, 4 * need, 20 * need))
+    num_blocks = rng.choice((need, need + 1, need + need // 2, 2 * need, 4 * need, 8 * need))
     chunked = rng.random() < 0.8
     max_model_len = longest + 1
     budget = rng.choice((1, 3, 7, 16, 64, 256)) if chunked else max_model_len + rng.randrange(64)
@@ -49,11 +59,67 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
     )
 
 
-def run_trace(core: EngineCore, trace: list[TracedRequest]) -> dict[str, Answer]:
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes an engine is put together from; mutants replace one."""
+
+    runner: type[LedgerRunner] = LedgerRunner
+    tier: type[MemoryTier] = MemoryTier
+    connector: type[LocalConnector] = LocalConnector
+
+
+SOUND = Parts()
+
+
+def random_tiers(parts: Parts, rng: random.Random, clock: Clock, block_nbytes: int) -> list[MemoryTier]:
+    """None to two tiers, the second with I/O in its lookups; roomy or tight, sound or failing."""
+    tiers = []
+    for name, at_once in rng.choice(((), (("nvme", True),), (("redis", False),), (("nvme", True), ("redis", False)))):
+        faults = Faults(rng=random.Random(rng.random()))
+        if rng.random() < 0.5:
+            faults.rate = rng.choice((0.02, 0.2, 0.8))
+            faults.delay_s = rng.choice((0.0, 0.002, 0.1))
+            faults.stubborn = rng.random() < 0.3
+            faults.down = rng.random() < 0.1
+            faults.silent = rng.random() < 0.1
+        capacity = block_nbytes * rng.choice((2, 20, 500))
+        tiers.append(
+            parts.tier(capacity, name=name, answers_at_once=at_once, faults=faults, clock=clock, sleep=clock.sleep)
+        )
+    return tiers
+
+
+def make_store(rng: random.Random, tiers: list[MemoryTier], clock: Clock, block_nbytes: int) -> TieredStore:
+    return TieredStore(
+        tiers,
+        part=Part(0, 0, 1, 0, 1),
+        payload_bytes=block_nbytes,
+        load_budget_s=rng.choice((0.003, 0.02, 1.0)),
+        limits=StoreLimits(piece_bytes=block_nbytes * rng.choice((1, 3)), put_queue_bytes=block_nbytes * 30),
+        clock=clock,
+        make_executor=SeededExecutor(rng.randrange(1 << 30), rng.choice((0.1, 0.5, 1.0))).factory,
+    )
+
+
+def run_trace(core: EngineCore, trace: list[TracedRequest], clock: Clock) -> dict[str, Answer]:
     """Feed the trace step by step until every request ended."""
     answers: dict[str, Answer] = {t.request.request_id: Answer([]) for t in trace}
     todo = list(trace)
     for step in range(MAX_STEPS):
+        clock.sleep(0.001)
         while todo and todo[0].arrives <= step:
             core.add_request(todo.pop(0).request)
         core.abort([t.request.request_id for t in trace if t.aborts == step])
@@ -89,22 +155,126 @@ def verify(core: EngineCore, trace: list[TracedRequest], answers: dict[str, Answ
     assert scheduler.transfers.num_tickets == 0, "tickets leaked"
 
 
-def run_seed(seed: int) -> EngineCore:
-    rng = random.Random(seed)
-    trace = make_trace(rng, 40, abort_rate=rng.choice((0.0, 0.2)))
-    config = random_config(rng, trace)
+def run_engine(
+    parts: Parts,
+    rng: random.Random,
+    trace: list[TracedRequest],
+    config: EngineConfig,
+    tiers: list[MemoryTier],
+    clock: Clock,
+) -> EngineCore:
+    """One engine's life over tiers that outlive it."""
     blocks = LedgerBlocks(config.num_blocks, config.block_size)
     expected = {t.request.request_id: [*t.request.prompt_ids, *t.output] for t in trace}
-    runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
-    core = EngineCore(config, runner, None, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
+    runner = parts.runner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
+    connector = parts.connector(make_store(rng, tiers, clock, blocks.block_nbytes), blocks) if tiers else None
+    core = EngineCore(config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
     try:
-        answers = run_trace(core, trace)
-        verify(core, trace, answers)
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}, {config}: {error}") from error
+        verify(core, trace, run_trace(core, trace, clock))
+        if connector is not None:
+            connector.check()
+        for tier in tiers:
+            assert tier.num_pinned == 0, f"{tier.name}: pins leaked"
+    finally:
+        core.close()
     return core
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_tiers(seed: int) -> None:
-    run_seed(seed)
+def run_seed(seed: int, parts: Parts = SOUND) -> list[EngineCore]:
+    """Two engines, one after the other, with a random configuration each and the same tiers."""
+    rng = random.Random(seed)
+    trace = make_trace(rng, 40, abort_rate=rng.choice((0.0, 0.2)))
+    first = random_config(rng, trace)
+    second = replace(random_config(rng, trace), block_size=first.block_size)
+    clock = Clock()
+    tiers = random_tiers(parts, rng, clock, LedgerBlocks(1, first.block_size).block_nbytes)
+    cores = []
+    for config in (first, second) if tiers else (first,):
+        needed = -(-config.max_model_len // config.block_size)
+        config = replace(config, num_blocks=max(config.num_blocks, needed))
+        try:
+            cores.append(run_engine(parts, rng, trace, config, tiers, clock))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, engine {len(cores) + 1}, {config}: {error}") from error
+    return cores
+
+
+class ForgetsCopies(LedgerRunner):
+    """Planted bug: copy-on-write blocks are not copied."""
+
+    def launch(self, batch: Batch) -> None:
+        super().launch(replace(batch, copies=batch.copies[:0]))
+
+
+class WritesElsewhere(LedgerRunner):
+    """Planted bug: each step's last token lands one slot too far when there is room for it."""
+
+    def _run(self, batch: Batch) -> StepResult:
+        result = super()._run(batch)
+        block, offset = divmod(int(batch.slot_mapping[0][-1]), self._blocks.slots.shape[1])
+        if offset + 1 < self._blocks.slots.shape[1]:
+            self._blocks.slots[block, offset + 1] = self._blocks.slots[block, offset]
+            self._blocks.slots[block, offset] = 0
+        return result
+
+
+class AnswersForAnother(MemoryTier):
+    """Planted bug: a read is answered with the bytes of the first block of the call."""
+
+    def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
+        statuses = super().get(reads, deadline_s)
+        for read in reads[1:]:
+            read.destination[:] = reads[0].destination
+        return statuses
+
+
+class SaysOkTooSoon(MemoryTier):
+    """Planted bug: a failed read is reported as loaded."""
+
+    def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
+        super().get(reads, deadline_s)
+        return [BlockStatus.OK] * len(reads)
+
+
+class ReadsLate(LocalConnector):
+    """Planted bug: saves are answered at once and read their blocks at the next poll."""
+
+    def __init__(self, store: TieredStore, blocks: LedgerBlocks) -> None:
+        super().__init__(store, blocks)
+        self._late: list[tuple[Sequence[BlockName], Sequence[int]]] = []
+        self._early: list[Completion] = []
+        self._num_saves = 0
+
+    def submit_save(self, blocks: Sequence[BlockName], block_ids: Sequence[int]) -> int:
+        self._late.append((blocks, block_ids))
+        self._num_saves += 1
+        self._early.append(PutDone(-self._num_saves, (BlockStatus.OK,) * len(blocks)))
+        return -self._num_saves
+
+    def poll(self) -> list[Completion]:
+        done, self._early = self._early, []
+        if len(self._late) > 3:
+            super().submit_save(*self._late.pop(0))
+        return [*done, *(c for c in super().poll() if not isinstance(c, PutDone))]
+
+
+MUTANTS = {
+    "copies": Parts(runner=ForgetsCopies),
+    "slots": Parts(runner=WritesElsewhere),
+    "foreign bytes": Parts(tier=AnswersForAnother),
+    "lying status": Parts(tier=SaysOkTooSoon),
+    "late read": Parts(connector=ReadsLate),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_found(name: str) -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(200):
+            run_seed(seed, MUTANTS[name])
+
+
+@pytest.mark.parametrize("first_seed", range(0, 1000, 50))
+def test_a_thousand_configurations(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 50):
+        run_seed(seed)
