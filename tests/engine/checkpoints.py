@@ -33,8 +33,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def byte_level_tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """A byte-level BPE trained on CORPUS in the way of SmolLM2: special tokens first, single digits."""
+def byte_level_tokenizer(vocab_size: int = 448) -> Tokenizer:
+    """A byte-level BPE trained on CORPUS in the way of SmolLM2: special tokens first, single digits.
+
+    Smaller than the models' vocabulary, which many checkpoints pad too.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
