@@ -211,7 +211,8 @@ def demo(
     """Show what the tiers do for time to first token: one 2,000-token system prompt, four times.
 
     Computed on replica 1 (cold), again from its device pool (device), after its restart from NVMe (nvme), and on
-    replica 2, whose own NVMe folder is empty, from the Redis that both share (redis).
+    replica 2, whose own NVMe folder is empty, from the Redis that both share (redis). Exit code 1 when a tier did not
+    serve its step or the outputs differ.
 
     Example: pagetier demo --dtype float32
     """
@@ -227,3 +228,8 @@ def demo(
         typer.echo(json.dumps(report.as_dict(), ensure_ascii=False, indent=2))
     else:
         report.print_to(Console())
+    findings = report.findings()
+    for finding in findings:
+        typer.echo(f"pagetier demo: {finding}", err=True)
+    if findings:
+        raise typer.Exit(1)

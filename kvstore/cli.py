@@ -103,9 +103,9 @@ def _table(one: dict[str, Any]) -> Table:
     table.add_column("tier", footer="all")
     table.add_column("hit rate", justify="right", footer=f"{lookup['hit_rate']:.1%}")
     table.add_column("hit tokens", justify="right", footer=f"{lookup['hit_tokens']:,}")
-    for name in ("blocks", "size", "of", "evicted", "errors", "corrupt"):
+    for name in ("blocks", "size", "evicted"):
         table.add_column(name, justify="right")
-    table.add_column("breaker")
+    table.add_column("state")
     for name, tier in one["tiers"].items():
         table.add_row(
             name,
@@ -113,13 +113,18 @@ def _table(one: dict[str, Any]) -> Table:
             f"{tier['hit_tokens']:,}",
             f"{tier['blocks']:,}",
             format_size(tier["bytes"]),
-            format_size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "-",
             f"{tier['evictions']:,}",
-            f"{tier['errors']:,}",
-            f"{tier['corrupt']:,}",
-            tier["breaker"] or "-",
+            _state(tier),
         )
     return table
+
+
+def _state(tier: dict[str, Any]) -> str:
+    """What is wrong with a tier, in words; ok when nothing is."""
+    faults = [f"{tier[name]:,} {name}" for name in ("errors", "corrupt") if tier[name]]
+    if tier["breaker"] not in (None, "closed"):
+        faults.insert(0, f"breaker {str(tier['breaker']).replace('_', ' ')}")
+    return ", ".join(faults) or "ok"
 
 
 def _duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -143,6 +144,7 @@ class EngineLoop:
         self._end_s: float | None = None  # monotonic: by when everything is over, once leaving
         self._running_end_s = 0.0  # monotonic: until when running requests may go on, once leaving
         self._stalled = False
+        self.orphaned = False  # nobody else will remove the sockets' folder
 
     def run(self) -> None:
         """Serve until shut down, drained or orphaned; then end what runs and close the engine."""
@@ -177,6 +179,7 @@ class EngineLoop:
             if fd == self._lifeline and not data:
                 logger.warning("the API process is gone; the engine ends")
                 self._link.unwatch(fd)
+                self.orphaned = True
                 self._end_by(self._shutdown_timeout_s)
 
     def _end_by(self, timeout_s: float) -> None:
@@ -263,6 +266,8 @@ def serve_engine(
         loop = EngineLoop(engine, link, shutdown_timeout_s, lifeline)
         with _SigtermDrains(loop, link, active=lifeline is not None):
             loop.run()
+        if loop.orphaned:
+            shutil.rmtree(directory, ignore_errors=True)
         return 0
     except PagetierError as error:
         link.send(wire.Failed(str(error), usage=isinstance(error, ConfigError)))
