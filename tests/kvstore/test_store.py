@@ -423,6 +423,19 @@ def test_a_lying_tier_shortens_hits_and_raises_nothing(lie: str, at_once: bool) 
         assert "boom" not in str(rig.store.stats())
 
 
+def test_pins_outlive_a_load_and_end_with_the_ticket() -> None:
+    names = chain(3)
+    tier = memory("nvme", 8)
+    with Rig(tier) as rig:
+        rig.put(names)
+        ticket, _ = rig.lookup(names)
+        rig.load(ticket, names[:1])
+        assert tier.num_pinned == 3
+        rig.load(ticket, names[1:])
+        rig.store.release(ticket)
+        assert tier.num_pinned == 0
+
+
 def test_two_tickets_pin_the_same_blocks_independently() -> None:
     names = chain(3)
     tier = memory("nvme", 8)
