@@ -32,9 +32,9 @@ help:
 	@echo "PYTHON=/path/to/python3.12 chooses the interpreter (3.11 to 3.13) of a new environment."
 
 serve: $(SERVE_READY)
-	@$(VENV)/bin/pagetier pull $(MODEL)
 	@echo
-	@echo "Serving $(MODEL) on http://$(HOST):$(PORT) as soon as it is loaded. To try it, from another terminal:"
+	@echo "Serving $(MODEL) on http://$(HOST):$(PORT) as soon as it is loaded (fetched before, if need be)."
+	@echo "Then, from another terminal:"
 	@echo
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"What is a KV cache?\"}], \"max_tokens\": 64}'"

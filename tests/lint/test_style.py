@@ -86,9 +86,10 @@ def test_broad_excepts_say_why() -> None:
 
 
 def environment_reads(path: Path) -> Iterator[ast.Attribute]:
-    """os.environ and os.getenv, save where a child process is handed the whole environment: `{**os.environ, ...}`."""
+    """os.environ and os.getenv, save where a child process is handed all of it: {**os.environ, ...}, os.environ | ..."""
     nodes = list(ast.walk(tree_of(path)))
     handed_on = {id(value) for node in nodes if isinstance(node, ast.Dict) for value in node.values}
+    handed_on |= {id(node.left) for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)}
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in handed_on:
             yield node
