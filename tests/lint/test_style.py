@@ -86,7 +86,7 @@ def test_broad_excepts_say_why() -> None:
 
 
 def environment_reads(path: Path) -> Iterator[ast.Attribute]:
-    """os.environ and os.getenv, save where a child process is handed all of it: {**os.environ, ...}, os.environ | ..."""
+    """os.environ and os.getenv, save where a child is handed all of it: `{**os.environ, ...}` or `os.environ | ...`."""
     nodes = list(ast.walk(tree_of(path)))
     handed_on = {id(value) for node in nodes if isinstance(node, ast.Dict) for value in node.values}
     handed_on |= {id(node.left) for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)}
