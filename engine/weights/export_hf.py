@@ -36,6 +36,7 @@ def export_hf(source: Path, target: Path, dtype: str = "auto") -> None:
     try:
         partial.mkdir(parents=True)
         save_file(checkpoint.tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "model.safetensors").chmod(0o644)  # the library makes it 0600; the other files follow the umask
         _write_json(partial / "config.json", hf_config(checkpoint.config, checkpoint.dtype))
         _write_json(partial / "generation_config.json", _generation_config(checkpoint.config, tokenizer))
         _write_json(partial / "tokenizer_config.json", _tokenizer_config(checkpoint.config, tokenizer))
