@@ -188,11 +188,12 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(**options: Any) -> Iterator[Program]:
+def program(*, folder: str = "/tmp", **options: Any) -> Iterator[Program]:
+    """folder: where the sockets' folder is made."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.server.double_server", json.dumps(options)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -255,11 +256,13 @@ def test_sigterm_to_the_engine_alone_finishes_what_runs() -> None:
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
 
 
-def test_a_killed_server_takes_its_engine_along() -> None:
-    with program() as server:
+def test_a_killed_server_takes_its_engine_along(tmp_path: Path) -> None:
+    with program(folder=str(tmp_path)) as server:
         pid = server.engine_pid()
+        assert len(list(tmp_path.iterdir())) == 1
         server.process.kill()
         wait_until(lambda: gone(pid))
+        assert not list(tmp_path.iterdir()), "the engine removes the sockets' folder: nobody else can"
 
 
 def test_an_idle_server_ends_at_once() -> None:
