@@ -196,7 +196,7 @@ class Catalog:
         `closed`: one whose file was just written to without being used.
         """
         with self.lock:
-            ticks = self._index.segment_ticks()
+            ticks = {ident: ticks.hottest for ident, ticks in self._index.segment_ticks().items()}
             wrong_from = ticks.get(closed.ident, 0) if closed is not None else None
             stale = [
                 (tick, -ident)

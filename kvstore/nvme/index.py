@@ -36,6 +36,13 @@ class Place(NamedTuple):
         return self.page * PAGE_BYTES + record_bytes(self.payload_bytes)
 
 
+class SegmentTicks(NamedTuple):
+    """When the middle one of a segment's records was used, and when the last."""
+
+    median: int
+    hottest: int
+
+
 class RecordIndex:
     """Address -> place, with recency. Invariants (`check`): dict and columns agree; nothing is listed twice."""
 
@@ -181,16 +188,17 @@ class RecordIndex:
                 del column[:]
             self._nbytes = 0
 
-    def segment_ticks(self) -> dict[int, int]:
-        """The tick of the hottest record of every segment that has records."""
+    def segment_ticks(self) -> dict[int, SegmentTicks]:
+        """The recency of every segment that has records."""
         with self._lock:
             segments = np.frombuffer(self._segments, dtype="<u4")
             ticks = np.frombuffer(self._ticks, dtype="<u8")
-            if not len(segments):
-                return {}
-            hottest = np.zeros(int(segments.max()) + 1, dtype=np.uint64)
-            np.maximum.at(hottest, segments, ticks)
-            return {int(i): int(hottest[i]) for i in np.flatnonzero(hottest) if i != _FREE}
+            order = np.lexsort((ticks, segments))
+            idents, firsts, counts = np.unique(segments[order], return_index=True, return_counts=True)
+            sorted_ticks = ticks[order]
+            medians, hottest = sorted_ticks[firsts + counts // 2], sorted_ticks[firsts + counts - 1]
+            columns = zip(idents.tolist(), medians.tolist(), hottest.tolist(), strict=True)
+            return {ident: SegmentTicks(median, last) for ident, median, last in columns if ident != _FREE}
 
     def addresses_in(self, segment: int) -> set[bytes]:
         """Addresses of the records of a segment."""

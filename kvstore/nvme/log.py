@@ -11,7 +11,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -116,6 +117,8 @@ class SegmentLog:
         self.direct = False
         self.evictions = 0
         self.bytes_written = 0
+        self.sync_later: Callable[[], None] | None = None  # called when there is something for `sync_closed`
+        self._unsynced: deque[Segment] = deque()
         self._open: Segment | None = None
         self._entries = Entries()  # of the open segment
         self._failures = 0  # in a row, of the open segment
@@ -277,15 +280,16 @@ class SegmentLog:
     def _evict(self, room: int, hot: list[Pending]) -> bool:
         """Remove the coldest segment that may go, its hot records first copied into `hot`; False when there is none.
 
-        Of equally cold ones the latest goes: it holds the tails of chains.
+        Coldest by its middle record: a few hot ones move on and do not hold up the rest. Of equally cold ones the
+        latest goes: it holds the tails of chains.
         """
         ticks = self._index.segment_ticks()
         ranked: list[tuple[int, int, Path, Segment | None]] = []
         for writer in self._folder.writers():
             for path in self._folder.segment_paths(writer):
                 segment = self._catalog.at(path)
-                tick = ticks.get(segment.ident, 0) if segment is not None else 0
-                ranked.append((tick, -int(path.stem, 16) if path.stem.isalnum() else 0, path, segment))
+                tick = ticks[segment.ident].median if segment is not None and segment.ident in ticks else 0
+                ranked.append((tick, -int(path.stem, 16), path, segment))
         ranked.sort(key=lambda entry: entry[:3])
         for _, _, path, segment in ranked:
             if segment is not None and (segment.closed or segment.own):
@@ -397,16 +401,34 @@ class SegmentLog:
         fd, handle = self._handles.acquire(segment)
         try:
             write_full(self._files, fd, [footer], segment.end)
-            if self._settings.fsync != "none":
-                self._files.sync(fd)
             commit = Commit(True, len(entries), segment.end, len(footer), digest_of(footer))
             write_full(self._files, fd, [commit.pack()], COMMIT_AT)
             self._files.truncate(fd, segment.end + len(footer))
-            if self._settings.fsync != "none":
-                self._files.sync(fd)
         finally:
             self._handles.release(handle)
         segment.closed = True
+        if self._settings.fsync != "none":
+            self._unsynced.append(segment)
+            if self.sync_later is None:
+                self.sync_closed()
+            else:
+                self.sync_later()
+
+    def sync_closed(self) -> None:
+        """Bring closed segments to the disk. Any thread: up to a second for a segment, too long to hold up a put.
+        Never raises.
+        """
+        while self._unsynced:
+            with contextlib.suppress(IndexError):
+                segment = self._unsynced.popleft()
+                try:
+                    fd, handle = self._handles.acquire(segment)
+                    try:
+                        self._files.sync(fd)
+                    finally:
+                        self._handles.release(handle)
+                except OSError as error:
+                    log.warning("%s could not be synced (%s); a power cut may cost its records", segment.path, error)
 
     def recover(self, found: Sequence[tuple[Segment, LoadedSegment]]) -> None:
         """Close segments of our NN that a crash left open. Never raises."""

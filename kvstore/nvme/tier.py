@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 IO_MODES = ("auto", "direct", "buffered")
 FSYNC_MODES = ("none", "segment", "always")
 MIN_CAPACITY_BYTES = 256 << 10
-_SEGMENT_BYTES = 256 << 20  # with 20 GiB some 80 files; one eviction takes 1.3% of the cap
 _REFRESH_S = 0.5  # how often, at most, other writers' folders are looked at
 
 
@@ -62,7 +61,7 @@ class NvmeTier:
     ) -> None:
         _validate(capacity_bytes, domain, io, fsync)
         if segment_bytes is None:
-            segment_bytes = max(8 * PAGE_BYTES, min(_SEGMENT_BYTES, capacity_bytes // 8))
+            segment_bytes = _default_segment_bytes(capacity_bytes)
         self.path = Path(path)
         self._io, self._domain, self._capacity_bytes = io, domain, capacity_bytes
         self._files = Files() if files is None else files
@@ -86,6 +85,7 @@ class NvmeTier:
             self._attach()
         self._thread: threading.Thread | None = None
         if refresh_s > 0:
+            self._log.sync_later = self._wake.set
             self._thread = threading.Thread(target=self._follow, args=(refresh_s,), name="pagetier-nvme", daemon=True)
             self._thread.start()
 
@@ -156,6 +156,7 @@ class NvmeTier:
         while not self._stop.is_set():
             self._wake.wait()
             self._wake.clear()
+            self._log.sync_closed()
             if not self._stop.is_set():
                 self.refresh()
                 self._stop.wait(refresh_s)
@@ -350,6 +351,7 @@ class NvmeTier:
             if self._attached:
                 self._catalog.renew_mtimes(closed)
             self._closed, self._attached = True, False
+            self._log.sync_closed()
             self._catalog.clear()
             self._folder.detach()
             self._handles.close()
@@ -370,6 +372,13 @@ def _validate(capacity_bytes: int, domain: bytes, io: str, fsync: str) -> None:
         raise ConfigError.bad_value("--kv-nvme-size", capacity_bytes, f"at least {MIN_CAPACITY_BYTES} bytes")
     if len(domain) != KEY_BYTES:
         raise ConfigError.bad_value("domain", domain.hex(), f"{KEY_BYTES} bytes")
+
+
+def _default_segment_bytes(capacity_bytes: int) -> int:
+    """A 256th of the cap, so that a start reads few files and an eviction takes little; 64 MiB to 1 GiB, and never
+    more than an eighth of the cap.
+    """
+    return max(8 * PAGE_BYTES, min(max(64 << 20, min(capacity_bytes // 256, 1 << 30)), capacity_bytes // 8))
 
 
 def _mark(statuses: list[BlockStatus], records: Sequence[tuple[int, Pending]], status: BlockStatus) -> None:

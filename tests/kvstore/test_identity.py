@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pagetier.kvstore.block import KVGroup, Plane
 from pagetier.kvstore.errors import ConfigError, ProtocolError
-from pagetier.kvstore.identity import PREFIX, CacheIdentity, diff, domain_of
+from pagetier.kvstore.identity import PREFIX, CacheIdentity, Scalar, diff, domain_of
 
 GROUP = KVGroup((0, 1), (Plane("k", "bfloat16", (3, 64)), Plane("v", "bfloat16", (3, 64))), None, 1536)
 IDENTITY = CacheIdentity(
@@ -136,7 +136,8 @@ def test_diff_is_readable_and_empty_for_equals() -> None:
 def test_the_order_of_pairs_does_not_matter_and_their_type_does() -> None:
     shuffled = dataclasses.replace(IDENTITY, attention=IDENTITY.attention[::-1], numerics=IDENTITY.numerics[::-1])
     assert shuffled == IDENTITY and shuffled.encode() == IDENTITY.encode()
-    typed = [dataclasses.replace(IDENTITY, attention=(("x", value),)).domain() for value in (1, 1.0, True, "1", None)]
+    values: tuple[Scalar, ...] = (1, 1.0, True, "1", None)
+    typed = [dataclasses.replace(IDENTITY, attention=(("x", value),)).domain() for value in values]
     assert len(set(typed)) == 5
     zeros = [dataclasses.replace(IDENTITY, attention=(("x", value),)).domain() for value in (0.0, -0.0)]
     assert zeros[0] == zeros[1]
@@ -148,7 +149,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         dataclasses.replace(IDENTITY, groups=(auto,))
     with pytest.raises(ConfigError, match="attention"):
         dataclasses.replace(IDENTITY, attention=(("x", 1), ("x", 2)))
-    for value in (float("nan"), "\ud800", 1j, object()):
+    unfit: tuple[Any, ...] = (float("nan"), "\ud800", 1j, object())
+    for value in unfit:
         with pytest.raises(ConfigError):
             dataclasses.replace(IDENTITY, attention=(("x", value),)).encode()
 

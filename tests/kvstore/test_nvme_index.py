@@ -78,7 +78,8 @@ class IndexMachine(RuleBasedStateMachine):
         present = {self.model[name(i)].segment for i in ids if name(i) in self.model}
         ticks = self.index.segment_ticks()
         if present:
-            assert {segment for segment, tick in ticks.items() if tick == max(ticks.values())} == present
+            last = max(tick.hottest for tick in ticks.values())
+            assert {segment for segment, tick in ticks.items() if tick.hottest == last} == present
 
     @invariant()
     def agrees(self) -> None:
@@ -146,3 +147,15 @@ def test_leading_records_are_counted_to_the_first_hole(missing: int) -> None:
         if i != missing:
             index.add(name(i), ROOT, Place(1, 1 + i, 0))
     assert index.num_leading(name(i) for i in range(10)) == missing
+
+
+def test_a_segment_is_as_cold_as_its_middle_record() -> None:
+    index = RecordIndex()
+    for i in range(5):
+        index.add(name(i), ROOT, Place(1, 1 + i, 0))
+    before = index.segment_ticks()[1]
+    index.touch([name(4), name(3)])
+    after = index.segment_ticks()[1]
+    assert after.median == before.median and after.hottest > before.hottest
+    index.touch([name(2)])
+    assert index.segment_ticks()[1].median == after.hottest

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.files import Files
 from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.record import address_bytes
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
 from tests.kvstore.fault_files import FaultFiles
 from tests.kvstore.tier_contract import (
@@ -55,6 +56,10 @@ def opened(path: Path, capacity: int = CAPACITY, **settings: Any) -> NvmeTier:
 def disk_bytes(path: Path) -> int:
     """What `du` says."""
     return sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")])
+
+
+def packed(names: list[BlockName]) -> list[bytes]:
+    return [address_bytes(address) for address in addresses(names)]
 
 
 def segments(path: Path) -> list[Path]:
@@ -203,16 +208,20 @@ def test_eviction_keeps_what_is_used(tmp_path: Path) -> None:
 def test_hot_records_move_when_their_segment_goes(tmp_path: Path) -> None:
     """Every segment holds something used; the used parts move on, the rest goes."""
     with opened(tmp_path, 1 << 20, segment_bytes=128 << 10) as tier:
-        hot = [chain(1, seed=seed) for seed in range(3)]
-        for seed in range(3):
+        hot = [chain(1, seed=seed) for seed in range(12)]
+        for seed in range(12):
             put(tier, hot[seed])
-            put(tier, chain(8, seed=50 + seed))
-        for seed in range(100, 160):
+            put(tier, chain(8, seed=50 + seed))  # fills the segment
+        hot = [names for names in hot if tier.lookup(addresses(names), soon())]
+        first = {place.segment for names in hot for place in tier._index.find(packed(names)) if place is not None}
+        assert len(first) == len(hot) >= 6
+        for seed in range(100, 130):
             for names in hot:
                 tier.touch(addresses(names))
             put(tier, chain(4, seed=seed))
         for names in hot:
             assert_readable(tier, names)
+        assert not [segment for segment in first if tier._catalog.get(segment) is not None]
         tier.check()
 
 
@@ -309,6 +318,25 @@ def test_a_segment_evicted_by_another_is_a_miss(tmp_path: Path) -> None:
         assert one.counters().corrupt == 0
         one.refresh()
         one.check()
+
+
+def test_a_replaced_segment_of_another_writer_is_read_anew(tmp_path: Path) -> None:
+    old, new = chain(4, seed=1), chain(4, seed=2)
+    one, two = opened(tmp_path), opened(tmp_path)
+    put(one, old)
+    two.refresh()
+    assert_readable(two, old)
+    one.close()
+    path = segments(tmp_path)[0]
+    path.unlink()
+    with opened(tmp_path) as three:
+        put(three, new)
+        assert segments(tmp_path) == [path]
+        two.refresh()
+        assert two.lookup(addresses(old), soon()) == 0
+        assert_readable(two, new)
+        two.check()
+    two.close()
 
 
 def test_a_dead_writers_folder_is_taken_over(tmp_path: Path) -> None:
