@@ -1,0 +1,86 @@
+"""open_store builds what the configuration names, and serves on without a tier that will not start."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pagetier.kvstore.block import BlockStatus, KVGroup, Part, Plane
+from pagetier.kvstore.config import MIB, StoreConfig
+from pagetier.kvstore.identity import CacheIdentity
+from pagetier.kvstore.job import Completion, LookupDone, PutDone
+from pagetier.kvstore.keys import chain_names, root_key
+from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.store import TieredStore, open_store
+
+PART = Part(0, 0, 2, 0, 1)
+PAYLOAD_BYTES = 8192
+IDENTITY = CacheIdentity(
+    hash_name="sha256",
+    architecture="llama",
+    attention=(("num_heads", 1), ("rope_theta", 1e4)),
+    groups=(KVGroup((0, 1), (Plane("k", "float32", (1, 64)), Plane("v", "float32", (1, 64))), None, 1024),),
+    layout="layer-plane-head-token-dim",
+    block_size=8,
+    weights_fingerprint="00" * 32,
+    weights_version="1",
+    numerics=(("weights", "float32"),),
+    kv_format="none",
+    lora_digest="",
+)
+NAMES = chain_names(root_key(IDENTITY.domain()), list(range(32)), 8)
+
+
+def answer(store: TieredStore) -> Completion:
+    limit_s = time.monotonic() + 20.0
+    while time.monotonic() < limit_s:
+        if done := store.poll():
+            return done[0]
+        time.sleep(0.001)
+    raise AssertionError("no answer")
+
+
+def put_all(store: TieredStore) -> None:
+    job = store.submit_put(NAMES, [memoryview(bytes([i]) * PAYLOAD_BYTES) for i in range(4)])
+    assert answer(store) == PutDone(job, (BlockStatus.OK,) * 4)
+
+
+def test_host_and_nvme_serve_and_nvme_survives_a_restart(tmp_path: Path) -> None:
+    config = StoreConfig(tiers=("nvme",), host_size=4 * MIB, nvme_path=tmp_path, nvme_size=512 * MIB)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        assert list(store.stats()) == ["host", "nvme"]
+        put_all(store)
+        assert store.flush(5.0)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        ticket = store.submit_lookup(NAMES)
+        assert store.poll() == [LookupDone(ticket, ("nvme",) * 4)]
+        buffers = [bytearray(PAYLOAD_BYTES) for _ in NAMES]
+        store.submit_load(ticket, NAMES, [memoryview(buffer) for buffer in buffers])
+        done = answer(store)
+        assert getattr(done, "statuses", None) == (BlockStatus.OK,) * 4
+        assert buffers == [bytearray([i]) * PAYLOAD_BYTES for i in range(4)]
+        store.release(ticket)
+
+
+def test_the_store_serves_though_a_tier_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    not_a_folder = tmp_path / "file"
+    not_a_folder.write_text("in the way")
+    config = StoreConfig(tiers=("nvme",), host_size=4 * MIB, nvme_path=not_a_folder / "kv", nvme_size=512 * MIB)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        put_all(store)
+        ticket = store.submit_lookup(NAMES)
+        assert answer(store) == LookupDone(ticket, ("host",) * 4)
+        store.release(ticket)
+    assert any("nvme" in record.getMessage().lower() for record in caplog.records), "it is said once, aloud"
+
+
+def test_an_identity_is_put_beside_the_records(tmp_path: Path) -> None:
+    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path, nvme_size=512 * MIB)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        put_all(store)
+        assert store.flush(5.0)
+    tier = NvmeTier(tmp_path, 512 * MIB, IDENTITY.domain())
+    assert tier.identities()[IDENTITY.domain()] == IDENTITY.encode()
+    tier.close()
