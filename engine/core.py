@@ -127,6 +127,7 @@ class EngineCore:
             "bytes": len(index) * self._block_nbytes,
             "capacity_bytes": pool.num_blocks * self._block_nbytes,
             "referenced_blocks": pool.num_referenced,
+            "capacity_blocks": pool.num_blocks,
             "evictions": pool.num_evictions,
             "errors": 0,
             "corrupt": 0,

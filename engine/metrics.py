@@ -112,11 +112,9 @@ class _EngineCollector(Collector):
 
     def _tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
         device = tiers.get("device", {})
-        capacity = device.get("capacity_bytes", 0)
-        referenced = device.get("referenced_bytes", device.get("bytes", 0))
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the device pool in use", referenced / capacity if capacity else 0.0
-        )
+        capacity = device.get("capacity_blocks", 0)
+        usage = device.get("referenced_blocks", 0) / capacity if capacity else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device pool that requests hold, 0 to 1", usage)
         for name, field, text in (
             ("pagetier_tier_hit_tokens", "hit_tokens", "Prompt tokens served by the tier"),
             ("pagetier_tier_hit_blocks", "hit_blocks", "Blocks served by the tier"),

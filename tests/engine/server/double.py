@@ -138,7 +138,7 @@ class DoubleCore:
         return {
             "lookup": {"lookup_tokens": self.lookup_tokens, "hit_tokens": self.hit_tokens, "hit_rate": rate},
             "tiers": {
-                "device": device | tier | {"breaker": None, "referenced_blocks": 0},
+                "device": device | tier | {"breaker": None, "referenced_blocks": 3, "capacity_blocks": 12},
                 "nvme": nvme | tier | {"breaker": "closed"},
             },
             "preemptions": {"recompute": 0, "swap": 0},

@@ -27,8 +27,11 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture
 def slow() -> Iterator[Stack]:
     """Each token takes 20 ms, so that requests can be caught while they run."""
-    with running_stack(step_s=0.02) as running:
+    with running_stack(step_s=0.02, limits={"max_len_tokens": 1 << 20}) as running:
         yield running
+
+
+ENDLESS = {"ignore_eos": True, "max_tokens": 1 << 19}  # hours, at 20 ms a token
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -156,6 +159,7 @@ def test_metrics_parse_and_agree_with_stats(stack: Stack) -> None:
     model = (("model_name", "double"),)
     assert samples["vllm:prefix_cache_queries_total", model] == stats["lookup"]["lookup_tokens"]
     assert samples["vllm:num_requests_running", model] == 0
+    assert samples["vllm:kv_cache_usage_perc", model] == 0.25
     assert samples["vllm:time_to_first_token_seconds_count", model] >= 1
     assert samples["vllm:generation_tokens_total", model] >= 9
     device = (("tier", "device"),)
@@ -178,36 +182,41 @@ def aborted(stack: Stack) -> int:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_left_by_its_client_is_aborted(slow: Stack, path: str) -> None:
-    body: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, "stream": True, "n": 2}
+    body: dict[str, Any] = ENDLESS | {"stream": True, "n": 2}
     body |= {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
     with slow.http.stream("POST", path, json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: the stream is closed with its iterator
+        next(lines)
         assert slow.service.client.num_open == 2
-    wait_until(lambda: slow.service.client.num_open == 0, 0.5)
+    wait_until(lambda: slow.service.client.num_open == 0)
     assert aborted(slow) == 2
 
 
 def test_a_whole_answer_nobody_waits_for_is_aborted(slow: Stack) -> None:
-    body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 60}
-    with pytest.raises(httpx.ReadTimeout):
-        slow.http.post("/v1/completions", json=body, timeout=0.1)
-    wait_until(lambda: slow.service.client.num_open == 0, 0.5)
+    def give_up() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{slow.url}/v1/completions", json=ENDLESS | {"prompt": "abc"}, timeout=1.0)
+
+    client = threading.Thread(target=give_up)
+    client.start()
+    wait_until(lambda: slow.service.client.num_open == 1)
+    client.join()
+    wait_until(lambda: slow.service.client.num_open == 0)
     assert aborted(slow) == 1
 
 
 def test_a_stop_string_ends_the_sequence_in_the_engine(slow: Stack) -> None:
-    slow.post("/v1/completions", {"prompt": "abc", "ignore_eos": True, "max_tokens": 60, "stop": "b"})
+    slow.post("/v1/completions", ENDLESS | {"prompt": "abc", "stop": "b"})
     assert aborted(slow) == 1
     assert slow.service.client.num_open == 0
 
 
 def test_a_full_queue_answers_503_with_retry_after(slow: Stack) -> None:
-    body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 60, "n": 8}
-    background = threading.Thread(target=lambda: httpx.post(f"{slow.url}/v1/completions", json=body, timeout=20))
-    background.start()
-    wait_until(lambda: slow.service.client.num_open == 8)
-    answer = slow.http.post("/v1/completions", json={"prompt": "abc"})
-    background.join()
+    with slow.http.stream("POST", "/v1/completions", json=ENDLESS | {"prompt": "abc", "n": 8, "stream": True}) as full:
+        lines = full.iter_lines()  # kept: the stream is closed with its iterator
+        next(lines)
+        answer = httpx.post(f"{slow.url}/v1/completions", json={"prompt": "abc"})
+    wait_until(lambda: slow.service.client.num_open == 0)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "8 sequences are running or waiting, allowed: 8" in error_of(answer)["message"]
     assert slow.http.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
