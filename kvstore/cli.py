@@ -17,7 +17,7 @@ from pagetier.kvstore.config import format_size
 from pagetier.kvstore.errors import PagetierError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 20.0  # more than the server gives its engine to answer
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="PAGETIER_URL", help="The live server to ask.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]

@@ -34,7 +34,7 @@ from pagetier.engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20  # a million tokens as JSON numbers are 7 MB
-STATS_TIMEOUT_S = 5.0  # a step of a large prefill may take a second or two
+STATS_TIMEOUT_S = 15.0  # answers come between steps; one of 512 tokens was seen to take 5 s on two busy cores
 HEALTH_TIMEOUT_S = 2.0  # within the five seconds in which /health must tell
 PING_S = 15.0  # a comment line after so much silence keeps proxies from closing a stream
 PING = b": ping\n\n"
