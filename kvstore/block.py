@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4  # token ids are u32 little-endian everywhere
@@ -44,6 +45,10 @@ class Part:
     first_head: int
     end_head: int
 
+    def __hash__(self) -> int:
+        """Cheap, because every address of every lookup asks for it; a process sees a handful of parts."""
+        return self.first_layer << 20 | self.first_head << 8 | self.group
+
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
@@ -65,9 +70,8 @@ class BlockName:
         return len(self.tokens) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a record is found: key and part."""
+class Address(NamedTuple):
+    """Where a record is found: key and part. A named tuple, because one lookup makes and hashes thousands."""
 
     key: bytes
     part: Part

@@ -106,20 +106,19 @@ class HostTier:
                 entry = self._entries.get(address)
                 if entry is None:
                     return i
-                if not self._lru.is_pinned(address):
-                    if self._pinned_bytes + entry.slot.nbytes > self._arena.capacity_bytes // 2:
-                        return i
+                if self._pinned_bytes + entry.slot.nbytes > self._arena.capacity_bytes // 2 and not self._lru.is_pinned(
+                    address
+                ):
+                    return i
+                if self._lru.pin(address):
                     self._pinned_bytes += entry.slot.nbytes
-                self._lru.pin(address)
             return len(addresses)
 
     def unpin(self, addresses: Sequence[Address]) -> None:
         with self._lock:
             for address in addresses:
-                if self._lru.is_pinned(address):
-                    self._lru.unpin(address)
-                    if not self._lru.is_pinned(address):
-                        self._pinned_bytes -= self._entries[address].slot.nbytes
+                if self._lru.unpin(address):
+                    self._pinned_bytes -= self._entries[address].slot.nbytes
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         with self._lock:

@@ -54,10 +54,6 @@ class Load:
         self.request = request
         self._ports, self._clock, self._report, self._promote = ports, clock, report, promote
         num_blocks = len(request.names)
-        self._reads = [
-            BlockRead(name, request.part, destination)
-            for name, destination in zip(request.names, request.destinations, strict=True)
-        ]
         self._lock = threading.Lock()
         self._statuses: list[BlockStatus | None] = [
             None
@@ -72,10 +68,17 @@ class Load:
         self.spent_s = 0.0  # set before it is reported
 
     def start(self) -> None:
-        """Queue all blocks at their first ports."""
+        """Queue all blocks at their first ports, which are known to have them from the lookup."""
         with self._lock:
-            for i, port in enumerate(self.request.first_ports):
-                self._route(i, port, found=True)
+            in_time = self._clock() < self.request.deadline_s
+            usable = [in_time and port.reads.would_allow() for port in self._ports]
+            for i, index in enumerate(self.request.first_ports):
+                if usable[index]:
+                    self._waiting[index].append(i)
+                else:
+                    self._route(i, index + 1)
+            for index in range(len(self._ports)):
+                self._open_lanes(index)
             self._settle()
 
     def expire(self) -> None:
@@ -88,17 +91,13 @@ class Load:
             self._num_open = 0
             self._finish()
 
-    def _route(self, i: int, first_port: int, *, found: bool = False) -> None:
-        """Give block i to the first port from `first_port` on that may have it, or make it final. Needs the lock.
-
-        `found`: the first port is known to have it, from the lookup.
-        """
+    def _route(self, i: int, first_port: int) -> None:
+        """Give block i to the first port from `first_port` on that may have it, or make it final. Needs the lock."""
         if self._clock() >= self.request.deadline_s:
             return self._make_final(i, self._failures[i] or BlockStatus.TIMEOUT)
         for index in range(first_port, len(self._ports)):
             port = self._ports[index]
-            known = found and index == first_port
-            if port.reads.would_allow() and (known or not port.at_once or port.has(self._reads[i].address)):
+            if port.reads.would_allow() and (not port.at_once or port.has(self._address(i))):
                 self._waiting[index].append(i)
                 return self._open_lanes(index)
         return self._make_final(i, self._failures[i] or BlockStatus.MISS)
@@ -128,7 +127,8 @@ class Load:
     def _read(self, index: int, piece: list[int]) -> None:
         """Second phase: read it. The lane queues again behind other loads, which keeps them fair."""
         port = self._ports[index]
-        reads = [self._reads[i] for i in piece]
+        request = self.request
+        reads = [BlockRead(request.names[i], request.part, request.destinations[i]) for i in piece]
         statuses = port.get(reads, self.request.deadline_s)
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
         if index and loaded:
@@ -163,7 +163,8 @@ class Load:
         statuses = tuple(status or BlockStatus.TIMEOUT for status in self._statuses)
         self._report(LoadDone(self.request.job, statuses, tuple(self._served), self._is_quiesced))
         for port in self._ports:
-            port.submit_touch(self._loaded_from(port))
+            served = [n for n, tier in zip(self.request.names, self._served, strict=True) if tier == port.name]
+            port.submit_touch(served, self.request.part)
 
-    def _loaded_from(self, port: TierPort) -> list[Address]:
-        return [read.address for read, tier in zip(self._reads, self._served, strict=True) if tier == port.name]
+    def _address(self, i: int) -> Address:
+        return Address(self.request.names[i].key, self.request.part)

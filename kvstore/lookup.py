@@ -13,12 +13,14 @@ from pagetier.kvstore.block import Address, BlockName, Part
 from pagetier.kvstore.job import LookupDone
 from pagetier.kvstore.port import TierPort
 
+FIRST_STEP_BLOCKS = 64
+
 
 class Lookup:
     """A ticket: what was asked, what is found and pinned so far, and whether it was answered.
 
     Block i is served by the first port, in hierarchy order, that has it. Invariant: every pin belongs to a block in
-    `_assigned`; after `close` there is none.
+    `_assigned`; after `close` there is no pin.
     """
 
     def __init__(
@@ -37,11 +39,14 @@ class Lookup:
         self._names, self._ports, self._clock, self._report = tuple(names), ports, clock, report
         self._begun_s = clock()
         self.spent_s = 0.0  # of the ticket's budget; owner: the store's thread, once answered
-        self._addresses = [Address(name.key, part) for name in names]
+        self._part = part
+        self._addresses: list[Address] = []  # owner: whoever runs it; of the leading blocks, made as far as needed
         self._runs: dict[int, tuple[int, int]] = {}  # owner: whoever runs it; port -> half-open run last found by I/O
         self._full: set[int] = set()  # owner: whoever runs it; ports whose pins reached their bound
         self._lock = threading.Lock()
         self._assigned: list[int] = []  # guarded by self._lock; port index of each leading block
+        self._pins: list[tuple[int, list[Address]]] = []  # guarded by self._lock; port index, what it was told to pin
+        self._found: dict[bytes, int] | None = None  # owner: the store's thread, once answered; key -> port index
         self._is_answered = self._is_closed = False  # guarded by self._lock
 
     @property
@@ -77,25 +82,24 @@ class Lookup:
 
     def first_ports(self, blocks: Sequence[BlockName]) -> list[int]:
         """For each block, the index of the port it was found in; 0 for one that was not found."""
-        with self._lock:
-            found = {name.key: port for name, port in zip(self._names, self._assigned, strict=False)}
-        return [found.get(block.key, 0) for block in blocks]
+        if self._found is None:
+            with self._lock:
+                self._found = {name.key: port for name, port in zip(self._names, self._assigned, strict=False)}
+        return [self._found.get(block.key, 0) for block in blocks]
 
     def close(self) -> None:
         """Drop all pins. Idempotent."""
         with self._lock:
             self._is_closed = True
-            assigned, self._assigned = self._assigned, []
-        for index, port in enumerate(self._ports):
-            if port.pinning is not None:
-                mine = [a for a, owner in zip(self._addresses, assigned, strict=False) if owner == index]
-                port.unpin(mine)
+            pins, self._pins = self._pins, []
+        for index, run in pins:
+            self._ports[index].unpin(run)
 
     def _extend_run(self, at: int, ports: Sequence[int]) -> bool:
         for rank, index in enumerate(ports):
             count = self._count(index, at)
             count = self._until_faster(ports[:rank], at, count)
-            run = self._addresses[at : at + count]
+            run = self._window(at, count)
             if run and self._ports[index].pinning is not None:
                 pinned = self._ports[index].pin(run)
                 if pinned < count:
@@ -114,15 +118,37 @@ class Lookup:
             return end - at
         if start < end == at:
             return 0
-        count = self._ports[index].find(self._addresses[at:], self.deadline_s)
-        if count and not self._ports[index].at_once:
+        port = self._ports[index]
+        if port.at_once:
+            return self._count_at_once(port, at)
+        count = port.find(self._window(at, len(self._names) - at), self.deadline_s)
+        if count:
             self._runs[index] = (at, at + count)
         return count
+
+    def _count_at_once(self, port: TierPort, at: int) -> int:
+        """In growing steps: most long chains are missed at their first blocks."""
+        count, step = 0, FIRST_STEP_BLOCKS
+        while window := self._window(at + count, step):
+            found = port.find(window, self.deadline_s)
+            count += found
+            if found < len(window):
+                break
+            step *= 4
+        return count
+
+    def _window(self, at: int, count: int) -> list[Address]:
+        """Addresses of up to `count` blocks from `at` on."""
+        end = min(at + count, len(self._names))
+        if end > len(self._addresses):
+            part = self._part
+            self._addresses += [Address(name.key, part) for name in self._names[len(self._addresses) : end]]
+        return self._addresses[at:end]
 
     def _until_faster(self, faster: Sequence[int], at: int, count: int) -> int:
         """Cut a run where an earlier port, one that answers at once, has a block again."""
         candidates = [self._ports[i] for i in faster if self._ports[i].at_once and i not in self._full]
-        for i in range(1, count):
+        for i in range(1, count if candidates else 0):
             if any(port.has(self._addresses[at + i]) for port in candidates):
                 return i
         return count
@@ -131,6 +157,8 @@ class Lookup:
         with self._lock:
             if not self._is_closed and not self._is_answered:
                 self._assigned.extend([index] * len(run))
+                if self._ports[index].pinning is not None:
+                    self._pins.append((index, run))
                 return True
         self._ports[index].unpin(run)
         return False

@@ -9,7 +9,7 @@ Per-block S3-FIFO was simulated instead: it leaves 0 usable tokens of a 6,250-bl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -71,13 +71,19 @@ class ChainLRU(Generic[K]):
 
     def touch(self, keys: Sequence[K]) -> None:
         """Renew a chain, head first; absent keys are skipped. Ancestors are renewed too: their child was used."""
-        for i in range(len(keys) - 1, -1, -1):
-            node = self._nodes.get(keys[i])
-            if node is None:
-                continue
-            self._renew(node)
-            if i == 0 or keys[i - 1] != node.parent:
-                self._renew_ancestors(node)
+        i = len(keys) - 1
+        while i >= 0:
+            low = self._nodes.get(keys[i])
+            if low is not None:
+                high = low
+                # Neighbours in a chain are mostly neighbours in the order: move them as one.
+                while i > 0 and (above := self._parent_above(high)) is not None and above.key == keys[i - 1]:
+                    high = above
+                    i -= 1
+                self._renew(low, high)
+                if i == 0 or keys[i - 1] != high.parent:
+                    self._renew_ancestors(high)
+            i -= 1
 
     def remove(self, key: K) -> bool:
         """Forget a key, pinned or not; whether it was there. Its children stay, as orphans."""
@@ -106,20 +112,24 @@ class ChainLRU(Generic[K]):
             node = hotter
         return taken
 
-    def pin(self, key: K) -> None:
-        """Hold a present key against eviction. Does not renew it: a lookup is not a use."""
+    def pin(self, key: K) -> bool:
+        """Hold a present key against eviction; whether it was free before. Does not renew it: a lookup is not a use."""
         node = self._nodes[key]
         node.pins += 1
         if node.pins == 1:
             self._num_pinned += 1
+        return node.pins == 1
 
-    def unpin(self, key: K) -> None:
-        """Undo one `pin`; nothing when the key was removed meanwhile."""
+    def unpin(self, key: K) -> bool:
+        """Undo one `pin`; whether that freed the key. Nothing when the key was removed meanwhile."""
         node = self._nodes.get(key)
-        if node is not None and node.pins:
-            node.pins -= 1
-            if not node.pins:
-                self._num_pinned -= 1
+        if node is None or not node.pins:
+            return False
+        node.pins -= 1
+        if node.pins:
+            return False
+        self._num_pinned -= 1
+        return True
 
     def is_pinned(self, key: K) -> bool:
         node = self._nodes.get(key)
@@ -138,20 +148,31 @@ class ChainLRU(Generic[K]):
         pinned = sum(1 for node in self._nodes.values() if node.pins)
         assert pinned == self._num_pinned, f"{pinned} keys pinned, counted {self._num_pinned}"
 
-    def _renew(self, node: _Node[K]) -> None:
-        if node is not self._hottest:
-            self._unlink(node)
-            self._link_below(node, None)
+    def _parent_above(self, node: _Node[K]) -> _Node[K] | None:
+        """The next hotter node if it is the parent."""
+        above = node.hotter
+        return above if above is not None and above.key == node.parent else None
+
+    def _renew(self, low: _Node[K], high: _Node[K]) -> None:
+        """Move the run from `low` up to `high` to the hot end, in its order."""
+        if high.hotter is None or self._hottest is None:
+            return
+        if low.colder is None:
+            self._coldest = high.hotter
+        else:
+            low.colder.hotter = high.hotter
+        high.hotter.colder = low.colder
+        low.colder, self._hottest.hotter = self._hottest, low
+        high.hotter, self._hottest = None, high
 
     def _renew_ancestors(self, node: _Node[K]) -> None:
-        for ancestor in self._ancestors(node):
-            self._renew(ancestor)
-
-    def _ancestors(self, node: _Node[K]) -> Iterable[_Node[K]]:
-        seen = self._nodes.get(node.parent)
-        while seen is not None and seen is not node:
-            yield seen
-            seen = self._nodes.get(seen.parent)
+        low = self._nodes.get(node.parent)
+        while low is not None and low is not node:
+            high = low
+            while (above := self._parent_above(high)) is not None:
+                high = above
+            self._renew(low, high)
+            low = self._nodes.get(high.parent)
 
     def _link_below(self, node: _Node[K], above: _Node[K] | None) -> None:
         """Put `node` next colder than `above`; None: hottest."""

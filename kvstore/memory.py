@@ -161,21 +161,20 @@ class MemoryTier:
                 record = self._records.get(address)
                 if record is None:
                     return i
-                if not self._lru.is_pinned(address):
-                    if self._pinned_bytes + len(record.payload) > self._capacity_bytes // 2:
-                        return i
+                if self._pinned_bytes + len(record.payload) > self._capacity_bytes // 2 and not self._lru.is_pinned(
+                    address
+                ):
+                    return i
+                if self._lru.pin(address):
                     self._pinned_bytes += len(record.payload)
-                self._lru.pin(address)
             return len(addresses)
 
     def unpin(self, addresses: Sequence[Address]) -> None:
         """Undo one `pin` of each."""
         with self._lock:
             for address in addresses:
-                if self._lru.is_pinned(address):
-                    self._lru.unpin(address)
-                    if not self._lru.is_pinned(address):
-                        self._pinned_bytes -= len(self._records[address].payload)
+                if self._lru.unpin(address):
+                    self._pinned_bytes -= len(self._records[address].payload)
 
     @property
     def num_pinned(self) -> int:

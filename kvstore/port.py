@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
@@ -102,15 +102,15 @@ class TierPort:
         put = functools.partial(self.tier.put, writes)
         return self._guarded(self.writes, BlockStatus.DROPPED, put, len(writes), nbytes, deadline_s)
 
-    def submit_touch(self, addresses: Sequence[Address]) -> None:
+    def submit_touch(self, names: Sequence[BlockName], part: Part) -> None:
         """Touch a chain, later and best effort: dropped when many wait or the tier is held back."""
-        if not addresses or not self.reads.would_allow():
+        if not names or not self.reads.would_allow():
             return
         with self._lock:
             if self._num_touches >= MAX_QUEUED_TOUCHES:
                 return
             self._num_touches += 1
-        self.write_executor.submit(functools.partial(self._touch, addresses))
+        self.write_executor.submit(functools.partial(self._touch, names, part))
 
     def stats(self) -> dict[str, Any]:
         """The tier's entry of `GET /stats`, without hits."""
@@ -180,7 +180,7 @@ class TierPort:
         slow_s = self._limits.slow_s + nbytes / self._limits.floor_bytes_per_s
         return Outcome.SLOW if took_s > slow_s else Outcome.GOOD
 
-    def _touch(self, addresses: Sequence[Address]) -> None:
+    def _touch(self, names: Sequence[BlockName], part: Part) -> None:
         with self._lock:
             self._num_touches -= 1
-        self.tier.touch(addresses)
+        self.tier.touch([Address(name.key, part) for name in names])

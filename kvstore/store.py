@@ -151,9 +151,9 @@ class TieredStore:
     def touch(self, blocks: Sequence[BlockName]) -> None:
         """A request used this chain, given head first: renew it in every tier, soon and best effort."""
         self._check_open()
-        addresses = [Address(name.key, self._part) for name in blocks]
+        names = tuple(blocks)
         for port in self._ports:
-            port.submit_touch(addresses)
+            port.submit_touch(names, self._part)
 
     def release(self, ticket: int) -> None:
         """Give up a ticket, once. An unfinished lookup ends unseen; loads end as usual and keep the pins till then."""
