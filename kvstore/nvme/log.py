@@ -280,8 +280,8 @@ class SegmentLog:
     def _evict(self, room: int, hot: list[Pending]) -> bool:
         """Remove the coldest segment that may go, its hot records first copied into `hot`; False when there is none.
 
-        Coldest by its middle record: a few hot ones move on and do not hold up the rest. Of equally cold ones the
-        latest goes: it holds the tails of chains.
+        Called with no segment open. Coldest by its middle record: a few hot ones move on and do not hold up the rest.
+        Of equally cold ones the latest goes: it holds the tails of chains.
         """
         ticks = self._index.segment_ticks()
         ranked: list[tuple[int, int, Path, Segment | None]] = []
@@ -292,12 +292,9 @@ class SegmentLog:
                 ranked.append((tick, -int(path.stem, 16), path, segment))
         ranked.sort(key=lambda entry: entry[:3])
         for _, _, path, segment in ranked:
-            if segment is not None and (segment.closed or segment.own):
-                if segment is not self._open:
-                    return self._remove(path, segment, room, hot)
-            elif path.parent == self._folder.writer:
+            if path.parent == self._folder.writer or (segment is not None and segment.closed):
                 return self._remove(path, segment, room, hot)
-            elif (fd := self._folder.try_lock(path.parent)) is not None:  # its writer is gone
+            if (fd := self._folder.try_lock(path.parent)) is not None:  # its writer is gone
                 try:
                     return self._remove(path, segment, room, hot)
                 finally:

@@ -220,3 +220,23 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, vanish: Callable[[
     with opened(path, FaultFiles()) as tier:
         assert_readable(tier, new + names)
     assert files.num_open == 0
+
+
+def test_bytes_taken_away_in_the_middle_of_a_read_are_no_corruption(tmp_path: Path) -> None:
+    files, names = FaultFiles(), chain(4)
+    with opened(tmp_path, files, io="buffered") as tier:
+        put(tier, names)
+        (path,) = tmp_path.rglob("*.seg")
+
+        def evicted_by_another(op: str, target: Any, calls: int) -> None:
+            if op == "preadv" and path.exists():
+                path.write_bytes(bytes(path.stat().st_size))
+                path.unlink()
+
+        files.rule = evicted_by_another
+        assert get(tier, names)[0] == [MISS] * 4
+        counters = tier.counters()
+        assert (counters.blocks, counters.corrupt, counters.errors) == (0, 0, 0)
+        files.well()
+        tier.refresh()
+        tier.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from mmap import mmap
@@ -222,6 +223,59 @@ def test_hot_records_move_when_their_segment_goes(tmp_path: Path) -> None:
         for names in hot:
             assert_readable(tier, names)
         assert not [segment for segment in first if tier._catalog.get(segment) is not None]
+        tier.check()
+
+
+def test_a_hot_child_without_its_parent_is_not_kept(tmp_path: Path) -> None:
+    with opened(tmp_path, 1 << 20, segment_bytes=128 << 10) as tier:
+        parent, child = chain(2, seed=1)
+        other = chain(1, seed=2)
+        put(tier, [parent, child, *other])
+        put(tier, chain(5, seed=3))
+        tier.delete(addresses([parent]))
+        for seed in range(100, 140):
+            tier.touch(addresses([child]))
+            tier.touch(addresses(other))
+            put(tier, chain(8, seed=seed))
+        assert tier.lookup(addresses(other), soon()) == 1
+        assert tier.lookup(addresses([child]), soon()) == 0
+
+
+def test_one_block_twice_in_a_batch_is_stored_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        a, b = chain(2)
+        assert put(tier, [a, b, a]) == [OK, OK, EXISTS]
+        assert tier.counters().bytes_written == 2 * RECORD
+        assert_readable(tier, [a, b, a])
+
+
+def test_readers_see_right_bytes_or_a_miss_while_their_segments_go(tmp_path: Path) -> None:
+    failures: list[str] = []
+    stop = threading.Event()
+    with opened(tmp_path, 1 << 20, segment_bytes=128 << 10) as tier, opened(tmp_path, 1 << 20) as other:
+        put(other, chain(4, seed=1_000_000))
+
+        def read(offset: int) -> None:
+            seed = offset
+            while not stop.is_set():
+                seed = (seed + 7) % 90
+                names = chain(6, seed=seed)
+                statuses, buffers = get(tier, names)
+                for name, status, buffer in zip(names, statuses, buffers, strict=True):
+                    if status is not MISS and (status is not OK or buffer != payload_of(name)):
+                        failures.append(f"{status} for chain {seed}")
+
+        threads = [threading.Thread(target=read, args=(offset,)) for offset in range(3)]
+        for thread in threads:
+            thread.start()
+        for seed in range(90):
+            put(tier if seed % 4 else other, chain(6, seed=seed))
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert tier.counters().corrupt == tier.counters().errors == 0
+        tier.refresh()
         tier.check()
 
 
