@@ -64,8 +64,8 @@ class Load:
         self._lanes = [0] * len(ports)  # tasks that take pieces from that port's queue
         self._num_open, self._num_reading = num_blocks, 0
         self._is_reported = self._is_quiesced = False
-        self._begun_s = clock()
-        self.spent_s = 0.0  # set before it is reported
+        self.begun_s = clock()
+        self.ended_s = 0.0  # set before it is reported
 
     def start(self) -> None:
         """Queue all blocks at their first ports, which are known to have them from the lookup."""
@@ -158,7 +158,7 @@ class Load:
 
     def _finish(self) -> None:
         self._is_reported = True
-        self.spent_s = self._clock() - self._begun_s
+        self.ended_s = self._clock()
         self._is_quiesced = self._num_reading == 0
         statuses = tuple(status or BlockStatus.TIMEOUT for status in self._statuses)
         self._report(LoadDone(self.request.job, statuses, tuple(self._served), self._is_quiesced))

@@ -39,6 +39,7 @@ class Lookup:
         self._names, self._ports, self._clock, self._report = tuple(names), ports, clock, report
         self._begun_s = clock()
         self.spent_s = 0.0  # of the ticket's budget; owner: the store's thread, once answered
+        self._charged_until_s = 0.0  # owner: the store's thread
         self._part = part
         self._addresses: list[Address] = []  # owner: whoever runs it; of the leading blocks, made as far as needed
         self._runs: dict[int, tuple[int, int]] = {}  # owner: whoever runs it; port -> half-open run last found by I/O
@@ -86,6 +87,12 @@ class Lookup:
             with self._lock:
                 self._found = {name.key: port for name, port in zip(self._names, self._assigned, strict=False)}
         return [self._found.get(block.key, 0) for block in blocks]
+
+    def charge(self, begun_s: float, ended_s: float, free_s: float) -> None:
+        """Take a load's time from the ticket's budget: the part not charged for another load, beyond `free_s`."""
+        own_s = ended_s - max(begun_s, self._charged_until_s)
+        self.spent_s += max(0.0, own_s - free_s)
+        self._charged_until_s = max(self._charged_until_s, ended_s)
 
     def close(self) -> None:
         """Drop all pins. Idempotent."""

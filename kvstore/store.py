@@ -106,14 +106,13 @@ class TieredStore:
         self._check_open()
         lookup = self._tickets[ticket]
         left_s = max(0.0, self._budget_s - lookup.spent_s)
-        extra_s = len(blocks) * self._payload_bytes / self._limits.floor_bytes_per_s
         request = LoadRequest(
             job=self._take_number(),
             names=tuple(blocks),
             part=self._part,
             destinations=tuple(self._sized(destination) for destination in destinations),
             first_ports=tuple(lookup.first_ports(blocks)),
-            deadline_s=self._clock() + left_s + extra_s,
+            deadline_s=self._clock() + left_s + self._floor_s(len(blocks)),
             piece_blocks=self._piece_blocks,
         )
         load = Load(request, self._ports, self._clock, self._done.append, self._promote)
@@ -267,6 +266,10 @@ class TieredStore:
     def _piece_blocks(self) -> int:
         return max(1, self._limits.piece_bytes // max(1, self._payload_bytes))
 
+    def _floor_s(self, num_blocks: int) -> float:
+        """What the slowest medium worth waiting for takes for that many blocks."""
+        return num_blocks * self._payload_bytes / self._limits.floor_bytes_per_s
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the KV store is closed")
@@ -312,7 +315,8 @@ class TieredStore:
             return completion.ticket in self._tickets
         if isinstance(completion, LoadDone):
             load, lookup = self._loads[completion.job]
-            lookup.spent_s += load.spent_s
+            free_s = self._floor_s(len(completion.statuses))
+            lookup.charge(load.begun_s, load.ended_s, free_s)
             if completion.quiesced:
                 self._end_load(completion.job)
         elif isinstance(completion, LoadQuiesced):

@@ -283,6 +283,20 @@ def test_a_seeded_run_may_answer_before_a_read_lands() -> None:
     assert unquiesced > 0
 
 
+def test_loads_of_a_ticket_share_its_budget_and_overlaps_count_once() -> None:
+    names, clock = chain(8), Clock()
+    tier = memory("nvme", clock=clock)
+    with Rig(tier, clock=clock, budget_s=10.0) as rig:
+        store_in(tier, names)
+        ticket, _ = rig.lookup(names)
+        tier.faults.delay_s = 3.0
+        jobs = [rig.store.submit_load(ticket, names[i : i + 4], Buffers(names[i : i + 4]).views) for i in (0, 4)]
+        assert [rig.wait(LoadDone, job).statuses for job in jobs] == [(OK,) * 4] * 2  # 6 s of the 10, not 3 + 6
+        assert rig.load(ticket, names[:4])[0].statuses == (OK,) * 4
+        assert rig.load(ticket, names[:4])[0].statuses == (TIMEOUT,) * 4
+        rig.store.release(ticket)
+
+
 def test_a_known_block_costs_no_read_of_its_source() -> None:
     names = chain(4)
     with Rig(memory("nvme")) as rig:
