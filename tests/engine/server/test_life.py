@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -180,8 +181,11 @@ def test_a_failed_start_is_told_in_the_engines_words(fail: str, kind: type[Excep
 
 @dataclass
 class Program:
+    """folder: where the server makes the sockets' folder."""
+
     process: subprocess.Popen[str]
     url: str
+    folder: Path
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -189,22 +193,19 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(*, folder: str = "/tmp", **options: Any) -> Iterator[Program]:
-    """folder: where the sockets' folder is made."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.server.double_server", json.dumps(options)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            yield Program(process, process.stdout.readline().strip())
-        finally:
-            process.kill()
+def program(**options: Any) -> Iterator[Program]:
+    command = [sys.executable, "-m", "tests.engine.server.double_server", json.dumps(options)]
+    with tempfile.TemporaryDirectory(prefix="pt-") as folder:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        with process:
+            try:
+                assert process.stdout is not None
+                yield Program(process, process.stdout.readline().strip(), Path(folder))
+            finally:
+                process.kill()
 
 
 def test_sigterm_lets_running_requests_finish_and_writes_puts(tmp_path: Path) -> None:
@@ -253,13 +254,13 @@ def test_sigterm_to_the_engine_alone_finishes_what_runs() -> None:
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
 
 
-def test_a_killed_server_takes_its_engine_along(tmp_path: Path) -> None:
-    with program(folder=str(tmp_path)) as server:
+def test_a_killed_server_takes_its_engine_along() -> None:
+    with program() as server:
         pid = server.engine_pid()
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(server.folder.iterdir())) == 1
         server.process.kill()
         wait_until(lambda: gone(pid))
-        assert not list(tmp_path.iterdir()), "the engine removes the sockets' folder: nobody else can"
+        assert not list(server.folder.iterdir()), "the engine removes the sockets' folder: nobody else can"
 
 
 def test_an_idle_server_ends_at_once() -> None:
