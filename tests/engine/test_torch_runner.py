@@ -120,13 +120,14 @@ def test_copies_run_before_the_step(threaded: bool) -> None:
 def test_a_failed_batch_is_raised_by_its_collect_and_ends_what_builds_on_it(threaded: bool) -> None:
     with runner_of(case(), threaded=threaded) as runner:
         static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
-        row, other = static.add([1, 2, 3]), static.add([4, 5])
+        row, other, third = static.add([1, 2, 3]), static.add([4, 5]), static.add([6])
+        run(runner, static.batch([(third, 1)]))  # leaves a token that must not pass for the failed batch's
         runner.launch(dataclasses.replace(static.batch([(row, 3)]), logits_indices=np.array([3], np.int32)))
         row.source = 0
         runner.launch(static.batch([(row, 1)]))
-        with pytest.raises(ValueError, match="step 1: logits_indices"):
+        with pytest.raises(ValueError, match="step 2: logits_indices"):
             runner.collect()
-        with pytest.raises(RuntimeError, match="step 2 continues"):
+        with pytest.raises(RuntimeError, match="step 3 continues"):
             runner.collect()
         assert run(runner, static.batch([(other, 2)])).token_ids.tolist() == [int(case().logits([4, 5])[-1].argmax())]
 
