@@ -48,6 +48,11 @@ BENCHES = {
         "pagetier.benchmarks.spine",
         full_minutes=8,
     ),
+    "runner": Bench(
+        "the torch runner alone prefills and decodes no slower than transformers' forward in the same dtype",
+        "pagetier.benchmarks.runner_speed",
+        full_minutes=6,
+    ),
 }
 
 

@@ -7,7 +7,6 @@ its forward directly, without `generate`'s own cost, and prefills in one pass: b
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 import time
@@ -106,8 +105,6 @@ def both_sides(folder: Path, dtype: str) -> Iterator[tuple[Callable[[Load], None
         yield lambda load: run_ours(runner, num_blocks, load), lambda load: run_theirs(reference, load)
     finally:
         runner.close()
-        del runner, reference, checkpoint
-        gc.collect()
 
 
 def run_ours(runner: TorchRunner, num_blocks: int, load: Load) -> None:

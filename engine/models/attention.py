@@ -19,7 +19,7 @@ from pagetier.engine.batch import Batch
 
 I64 = npt.NDArray[np.int64]
 
-QUERY_TILE = 256  # queries per SDPA call: half of a tile's causal square is wasted, a call costs about 0.1 ms
+QUERY_TILE = 128  # queries per SDPA call; half of a tile's causal square is wasted: 256 costs 5-60% more on 512 tokens
 GATHER_BYTES = 64 << 20  # of K and V of one layer gathered for decode rows at a time; one row may exceed it
 PADDING_SHARE = 0.25  # of a decode group's blocks that may be padding, unless it is short anyway
 SHORT_BLOCKS = 4
