@@ -26,7 +26,7 @@ from pagetier.benchmarks.static_rows import StaticRows
 from pagetier.engine.device_pool import DevicePool, PoolShape, torch_dtype
 from pagetier.engine.models.llama import Llama
 from pagetier.engine.pull import resolve_model
-from pagetier.engine.runner.torch_runner import TorchRunner
+from pagetier.engine.runner.model_runner import ModelRunner
 from pagetier.engine.weights.export_hf import export_hf
 from pagetier.engine.weights.loader import load_checkpoint
 
@@ -99,7 +99,7 @@ def both_sides(folder: Path, dtype: str) -> Iterator[tuple[Callable[[Load], None
     checkpoint = load_checkpoint(resolve_model(MODEL), dtype)
     num_blocks = max(load.num_rows * -(-(load.prompt_tokens + load.num_new) // BLOCK_SIZE) for load in LOADS)
     pool = DevicePool(PoolShape.of(checkpoint.config, num_blocks, BLOCK_SIZE), torch_dtype(dtype))
-    runner = TorchRunner(Llama(checkpoint.config, checkpoint.tensors), pool, threaded=True)
+    runner = ModelRunner(Llama(checkpoint.config, checkpoint.tensors), pool, threaded=True)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype(dtype))
     try:
         yield lambda load: run_ours(runner, num_blocks, load), lambda load: run_theirs(reference, load)
@@ -107,7 +107,7 @@ def both_sides(folder: Path, dtype: str) -> Iterator[tuple[Callable[[Load], None
         runner.close()
 
 
-def run_ours(runner: TorchRunner, num_blocks: int, load: Load) -> None:
+def run_ours(runner: ModelRunner, num_blocks: int, load: Load) -> None:
     static = StaticRows(num_blocks, BLOCK_SIZE)
     rows = [static.add(prompt) for prompt in load.prompts().tolist()]
     chunks = [min(STEP_TOKENS, load.prompt_tokens - at) for at in range(0, load.prompt_tokens, STEP_TOKENS)]

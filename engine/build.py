@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from pagetier.connectors.base import Connector
+from pagetier.connectors.cuda_blocks import CudaStaging
 from pagetier.connectors.local import LocalConnector
+from pagetier.connectors.staged import StagedConnector
 from pagetier.engine.config import DEVICES, DTYPES, EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
 from pagetier.engine.identity import cache_identity
+from pagetier.engine.models.compiled import CompiledModel, UnsupportedError
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import Llama
 from pagetier.engine.pull import resolve_model
-from pagetier.engine.runner.torch_runner import TorchRunner
+from pagetier.engine.runner.model_runner import Model, ModelRunner
 from pagetier.engine.tokenizer import Tokenizer, load_tokenizer
-from pagetier.engine.weights.loader import load_checkpoint
+from pagetier.engine.weights.loader import Checkpoint, load_checkpoint
+from pagetier.kernels.cpu.build import BuildError, library_path
+from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.config import GIB, StoreConfig, format_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named, root_key
-from pagetier.kvstore.store import open_store
+from pagetier.kvstore.places import kernels_dir
+from pagetier.kvstore.store import TieredStore, open_store
 
 logger = logging.getLogger(__name__)
+
+CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,8 @@ class ServeConfig:
     """What to serve and with how much. Each field is the `serve` flag of the same name (docs/cli.md).
 
     kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
+    threads: that run the model on a CPU; 0 is one for each core this process may use. cpu_kernels: the compiled core's
+    highest instruction-set level, `auto` for the machine's best, `torch` for none of it.
     gpu_memory_utilization: share of a GPU that weights and pool may take together. max_model_len: None is the model's.
     """
 
@@ -50,6 +62,8 @@ class ServeConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     pipeline_depth: int = 2
+    threads: int = 0
+    cpu_kernels: str = "auto"
     seed: int = 0
     kv_hash: str = "sha256"
     paranoid: bool = False
@@ -87,17 +101,16 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
     path = resolve_model(config.model, progress=progress)
     checkpoint = load_checkpoint(path, config.dtype)
     model_config, dtype = checkpoint.config, checkpoint.dtype
-    model = Llama(model_config, checkpoint.tensors, device)
-    checkpoint.tensors.clear()  # what the model needs it holds
     group = kv_group(model_config, dtype)
     engine_config = _engine_config(config, model_config, group.nbytes_per_token, device)
     shape = PoolShape.of(model_config, engine_config.num_blocks, config.block_size)
     pool = DevicePool(shape, torch_dtype(dtype), device)
+    model = _build_model(config, checkpoint, pool, engine_config.max_num_batched_tokens)
+    checkpoint.tensors.clear()  # what the model needs it holds
     identity = cache_identity(
         model_config,
         group,
-        dtype=dtype,
-        device=device,
+        numerics={"weight_path": dtype, "activation_dtype": dtype, **model.numerics},
         block_size=config.block_size,
         fingerprint=checkpoint.fingerprint,
         hash_name=config.kv_hash,
@@ -111,8 +124,8 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
     if config.store.tiers or config.store.host_size:
         part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
         store = open_store(config.store, identity, part, pool.block_nbytes)
-        connector = LocalConnector(store, _block_bytes(pool, device))
-    runner = TorchRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid)
+        connector = _connector(store, pool)
+    runner = ModelRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid)
     core = EngineCore(
         engine_config,
         runner,
@@ -129,7 +142,7 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
         dtype=dtype,
         domain=domain,
         hash_name=config.kv_hash,
-        tiers=("device", *config.store.tiers),
+        tiers=("device", *config.store.tier_names),
         root_of=root_of,
     )
 
@@ -161,6 +174,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
     return EngineConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -181,13 +195,39 @@ def _free_gpu_memory(utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
+def _build_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePool, max_tokens: int) -> Model:
+    """The compiled core where it runs: on a CPU, in float32 or bfloat16; else torch, which on a CPU is much slower."""
+    if pool.device.type != "cpu":
+        return Llama(checkpoint.config, checkpoint.tensors, pool.device)
+    if config.cpu_kernels not in CPU_KERNELS:
+        raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, ", ".join(CPU_KERNELS))
+    num_threads = config.threads or len(os.sched_getaffinity(0))
+    if config.cpu_kernels != "torch":
+        try:
+            library = Library(library_path(kernels_dir()))
+            return CompiledModel(
+                checkpoint.config,
+                checkpoint.tensors,
+                pool,
+                library,
+                max_tokens=max_tokens,
+                num_threads=num_threads,
+                limit=Isa.AMX if config.cpu_kernels == "auto" else Isa[config.cpu_kernels.upper()],
+            )
+        except (BuildError, OSError, UnsupportedError) as error:
+            logger.warning("the compiled CPU core does not serve: %s; torch does instead, several times slower", error)
+    return Llama(checkpoint.config, checkpoint.tensors)
+
+
+def _connector(store: TieredStore, pool: DevicePool) -> Connector:
+    if pool.device.type == "cpu":
+        return LocalConnector(store, _PoolBytes(pool))
+    return StagedConnector(store, CudaStaging(pool.tensor.view(pool.shape.num_blocks, -1).view(torch.uint8)))
+
+
 class _PoolBytes:
     """The device pool's blocks in host memory, as a connector sees them."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.readable = pool.view
         self.writable = pool.view
-
-
-def _block_bytes(pool: DevicePool, device: str) -> _PoolBytes:
-    return _PoolBytes(pool)

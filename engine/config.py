@@ -19,6 +19,7 @@ class EngineConfig:
     max_num_seqs: running requests; 64 is past the knee of batch throughput on a small CPU.
     max_num_batched_tokens: the step's token budget; 512 keeps a step near 0.2 s for a 135M model on two cores.
     max_model_len: longest prompt + output in tokens.
+    vocab_size: prompts with other ids are refused: the step that meets one fails for all its requests. None: any.
     pipeline_depth: batches in flight; 2 plans step N+1 while step N runs.
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
     paranoid: run every `check()` after every step and poison fresh blocks.
@@ -26,6 +27,7 @@ class EngineConfig:
 
     num_blocks: int
     max_model_len: int
+    vocab_size: int | None = None
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

@@ -15,6 +15,7 @@ from pagetier.engine.prefix_index import PrefixIndex
 from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
+from pagetier.kvstore.errors import ClosedError
 from pagetier.kvstore.keys import hash_named
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,12 @@ class EngineCore:
         self._closed = False
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. One that can never run is answered with finish reason `error` by the next step."""
+        """Queue a request. One that can never run is answered with finish reason `error` by the next step.
+
+        Raises ClosedError after `close`.
+        """
+        if self._closed:
+            raise ClosedError("the engine is closed")
         self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import platform
-
-import torch
+from collections.abc import Mapping
 
 from pagetier.engine.models.config import ModelConfig
 from pagetier.kvstore.block import KVGroup
 from pagetier.kvstore.identity import CacheIdentity
 
 LAYOUT = "block-layer-plane-head-token-dim"  # (num_layers, 2, num_kv_heads, block_size, head_dim) in one block
-KERNEL_REVISION = "torch-1"  # raise it whenever the runner's arithmetic changes
 
 
 def cache_identity(
-    config: ModelConfig, group: KVGroup, *, dtype: str, device: str, block_size: int, fingerprint: str, hash_name: str
+    config: ModelConfig,
+    group: KVGroup,
+    *,
+    numerics: Mapping[str, str],
+    block_size: int,
+    fingerprint: str,
+    hash_name: str,
 ) -> CacheIdentity:
-    """The identity of KV that `config`'s weights of `fingerprint` produce in `dtype` (resolved) on `device`."""
+    """The identity of KV that `config`'s weights of `fingerprint` produce.
+
+    numerics: what decides rounding beside the pool's dtype: weight path, activations, kernels, instruction set.
+    """
     rope = config.rope
     attention: dict[str, None | bool | int | float | str] = {
         "num_heads": config.num_heads,
@@ -41,19 +47,6 @@ def cache_identity(
         layout=LAYOUT,
         block_size=block_size,
         weights_fingerprint=fingerprint,
-        numerics=(
-            ("weight_path", dtype),
-            ("activation_dtype", dtype),
-            ("kernel_revision", KERNEL_REVISION),
-            ("isa", _isa(device)),
-        ),
+        numerics=tuple(numerics.items()),
         hash_name=hash_name,
     )
-
-
-def _isa(device: str) -> str:
-    """The instruction set that decides rounding: results are not claimed to agree across it."""
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return f"cuda-sm{major}{minor}"
-    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}"

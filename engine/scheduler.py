@@ -82,6 +82,10 @@ class Scheduler:
             return f"request id {spec.request_id!r} is already in use"
         if num_prompt == 0:
             return "the prompt is empty; give at least one token"
+        vocab_size = self.config.vocab_size
+        if vocab_size is not None and (min(spec.prompt_ids) < 0 or max(spec.prompt_ids) >= vocab_size):
+            wrong = next(token for token in spec.prompt_ids if not 0 <= token < vocab_size)
+            return f"the prompt has token id {wrong}; allowed: 0 to {vocab_size - 1}"
         if num_prompt >= limit:
             return f"the prompt has {num_prompt} tokens, but prompt and output together may have {limit}"
         if num_prompt > room:

@@ -4,6 +4,7 @@ reference for one. Knows batches and blocks, nothing of requests."""
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from pagetier.engine.models.attention import AttentionPlan, PoolView, Scratch
 from pagetier.engine.models.config import ModelConfig, RopeConfig
 from pagetier.engine.models.linear import Linear
 from pagetier.kvstore.errors import ConfigError
+
+KERNEL_REVISION = "torch-1"  # raise it whenever the arithmetic here changes
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -86,6 +89,19 @@ class Llama:
         self._head = Linear(head)
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(self.device)  # (head_dim / 2,)
         self._scratch = Scratch(self.dtype, self.device)
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What decides the rounding of K and V besides weights and dtype."""
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            isa = f"cuda-sm{major}{minor}"
+        else:
+            isa = f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}"
+        return {"kernel_revision": KERNEL_REVISION, "isa": isa}
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     def _layer(self, weights: _Weights, prefix: str) -> _Layer:
         config = self.config

@@ -15,7 +15,7 @@ import torch
 from pagetier.benchmarks.static_rows import Row, StaticRows
 from pagetier.engine.batch import Batch, SampleRow, StepResult
 from pagetier.engine.device_pool import DevicePool, PoolShape
-from pagetier.engine.runner.torch_runner import TorchRunner
+from pagetier.engine.runner.model_runner import ModelRunner
 from pagetier.engine.sampling_params import SamplingParams
 from tests.engine.model_cases import CASES, BuiltCase, build
 
@@ -24,16 +24,16 @@ case = functools.lru_cache(maxsize=None)(lambda: build(CASES[0]))
 
 
 @contextmanager
-def runner_of(built: BuiltCase, *, threaded: bool, paranoid: bool = False) -> Iterator[TorchRunner]:
+def runner_of(built: BuiltCase, *, threaded: bool, paranoid: bool = False) -> Iterator[ModelRunner]:
     pool = DevicePool(PoolShape.of(built.config, NUM_BLOCKS, BLOCK_SIZE), torch.float32)
-    runner = TorchRunner(built.model(), pool, threaded=threaded, paranoid=paranoid)
+    runner = ModelRunner(built.model(), pool, threaded=threaded, paranoid=paranoid)
     try:
         yield runner
     finally:
         runner.close()
 
 
-def run(runner: TorchRunner, batch: Batch) -> StepResult:
+def run(runner: ModelRunner, batch: Batch) -> StepResult:
     runner.launch(batch)
     return runner.collect()
 
@@ -50,7 +50,7 @@ def expected_greedy(prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-def decode_ahead(runner: TorchRunner, rows: list[Row], static: StaticRows, rng: np.random.Generator) -> list[list[int]]:
+def decode_ahead(runner: ModelRunner, rows: list[Row], static: StaticRows, rng: np.random.Generator) -> list[list[int]]:
     """Each row's new tokens with two batches always outstanding: a step is built before its input tokens are known,
     its rows in another order than the step before."""
     order = list(range(len(rows)))
@@ -198,7 +198,7 @@ def test_logprobs_and_pending_penalties_cross_batches() -> None:
 def test_close_lets_launched_batches_end_and_joins() -> None:
     threads = threading.active_count()
     pool = DevicePool(PoolShape.of(case().config, NUM_BLOCKS, BLOCK_SIZE), torch.float32)
-    runner = TorchRunner(case().model(), pool, threaded=True)
+    runner = ModelRunner(case().model(), pool, threaded=True)
     static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
     row = static.add([1, 2, 3])
     runner.launch(static.batch([(row, 2)]))

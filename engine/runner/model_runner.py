@@ -1,22 +1,44 @@
-"""Runs batches on a torch model: copies, forward, sampling, in launch order, on a thread of its own if asked."""
+"""Runs batches on a model: copies, forward, sampling, in launch order, on a thread of its own if asked."""
 
 from __future__ import annotations
 
 import threading
 from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagetier.engine.batch import I64, Batch, StepResult
 from pagetier.engine.device_pool import DevicePool
-from pagetier.engine.models.llama import Llama
+from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.sampler import sample
 
 MAX_OUTSTANDING = 2
 
 
-class TorchRunner:
+class Model(Protocol):
+    """What turns a batch into logits: torch modules or the compiled core. Called from one thread."""
+
+    config: ModelConfig
+    device: torch.device
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What decides the rounding of K and V besides weights and dtype."""
+
+    def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
+        """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
+
+        token_ids: (num_tokens,) int64, token sources resolved. pool: the device pool's tensor.
+        """
+
+    def close(self) -> None:
+        """Let go of threads. Idempotent."""
+
+
+class ModelRunner:
     """Implements `runner.base.Runner` and owns the pool. One KV group.
 
     threaded: `launch` returns at once and a thread runs the batches one after the other, so that step N+1 is planned
@@ -24,7 +46,7 @@ class TorchRunner:
     Called from the core thread only.
     """
 
-    def __init__(self, model: Llama, pool: DevicePool, *, threaded: bool, paranoid: bool = False) -> None:
+    def __init__(self, model: Model, pool: DevicePool, *, threaded: bool, paranoid: bool = False) -> None:
         self.model = model
         self.pool = pool
         self._paranoid = paranoid
@@ -65,6 +87,7 @@ class TorchRunner:
         if self._thread is not None:
             self._batches.put(None)
             self._thread.join()
+        self.model.close()
         self.pool.close()
 
     def _run_batches(self) -> None:

@@ -1,0 +1,1 @@
+"""The compiled CPU core: C sources, their build, and the calls into them."""

@@ -1,0 +1,72 @@
+/* Attention's decomposition, shared by its task list (attention.c) and its kernels (attention.inc).
+ *
+ * Keys are taken in tiles of PT_TILE tokens at absolute positions, tiles in splits of PT_SPLIT tokens. Within a split the
+ * softmax is online over tiles; splits are merged in order. Nothing else enters a query's result, so it is the same
+ * whatever queries, rows or threads are beside it. Splits may run as tasks of their own; the merge is the same.
+ */
+#ifndef PAGETIER_ATTENTION_H
+#define PAGETIER_ATTENTION_H
+
+#include "internal.h"
+
+#define PT_TILE 64
+#define PT_SPLIT 512
+#define PT_QUERY_ROWS 48                 /* query tokens x grouped heads of one task, unless the group alone is larger */
+#define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
+
+/* Query tokens [first_token, first_token + num_tokens) of a batch row, one kv head. split -1: all of the context. */
+typedef struct pt_attention_task_s {
+    int32_t row, first_token, num_tokens, kv_head, split;
+    int32_t partial; /* of `split`: index of its first partial row */
+} pt_attention_task;
+
+/* The splits of one decode row and kv head that ran as tasks of their own, from `task.partial` on. */
+typedef struct pt_attention_merge_s {
+    pt_attention_task task;
+    int32_t num_splits;
+} pt_attention_merge;
+
+/* One query row's softmax so far: maximum, sum, and head_dim weighted values behind it. */
+typedef struct {
+    float max, sum;
+} pt_softmax;
+
+static inline int64_t pt_group(const pt_model *m) { return m->num_heads / m->num_kv_heads; }
+static inline int64_t pt_query_tokens(const pt_model *m) { return pt_max(1, PT_QUERY_ROWS / pt_group(m)); }
+static inline int64_t pt_query_rows(const pt_model *m) { return pt_query_tokens(m) * pt_group(m); }
+
+/* Where a worker's scratch has what; sizes in bytes, each 64-aligned. */
+typedef struct {
+    size_t q, scores, probs, keys, values, tile, acc, total, stats, totals, scale, end;
+} pt_attention_layout;
+
+static inline size_t pt_take(size_t *at, size_t bytes) {
+    size_t here = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return here;
+}
+
+static inline pt_attention_layout pt_layout(const pt_model *m) {
+    pt_attention_layout l;
+    size_t at = 0, rows = (size_t)pt_query_rows(m), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;
+    l.q = pt_take(&at, rows * dim * 4);
+    l.scores = pt_take(&at, rows * PT_TILE * 4);
+    l.probs = pt_take(&at, rows * PT_TILE * 4);
+    l.keys = pt_take(&at, PT_TILE * dim * 4);
+    l.values = pt_take(&at, PT_TILE * dim * 4);
+    l.tile = pt_take(&at, PT_TILE * dim * 4);
+    l.acc = pt_take(&at, rows * dim * 4);
+    l.total = pt_take(&at, rows * dim * 4);
+    l.stats = pt_take(&at, rows * sizeof(pt_softmax));
+    l.totals = pt_take(&at, rows * sizeof(pt_softmax));
+    l.scale = pt_take(&at, rows * 4);
+    l.end = at;
+    return l;
+}
+
+/* The partial results of one query row of a split: pt_softmax, then head_dim floats. */
+static inline size_t pt_partial_bytes(const pt_model *m) {
+    return (sizeof(pt_softmax) + (size_t)m->head_dim * 4 + 63) / 64 * 64;
+}
+
+#endif

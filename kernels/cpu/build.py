@@ -1,0 +1,71 @@
+"""Finds or makes the shared library: pre-built in a wheel, else compiled once into a cache folder.
+
+The file name carries a digest of the sources, so that a new version is never served by an old library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+CFLAGS = (
+    "-O3",
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
+)
+LIBRARIES = ("-lm", "-lpthread")
+COMPILERS = ("cc", "gcc", "clang")
+TIMEOUT_S = 300.0
+
+
+class BuildError(Exception):
+    """The library could not be compiled; one line that says why."""
+
+
+def source_digest() -> str:
+    """Changes with every source, header or flag."""
+    digest = hashlib.sha256(" ".join((*CFLAGS, *LIBRARIES)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".c", ".h", ".inc"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def library_path(cache: Path) -> Path:
+    """The library for these sources, compiled into `cache` if there is none yet (some 20 s). Raises BuildError."""
+    name = f"libpagetier_cpu-{source_digest()}.so"
+    for candidate in (SOURCES / name, cache / name):
+        if candidate.is_file():
+            return candidate
+    return compile_library(cache / name)
+
+
+def compile_library(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Compile the sources to `target`, put in place atomically. Raises BuildError."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"no C compiler found (looked for {', '.join(COMPILERS)})")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sources = sorted(str(path) for path in SOURCES.glob("*.c"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *CFLAGS, *extra_flags, "-o", str(made), *sources, *LIBRARIES]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{compiler}: {error}") from error
+        if done.returncode != 0:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise BuildError(f"{compiler} failed: {first}")
+        os.replace(made, target)
+    return target

@@ -1,0 +1,367 @@
+/* pt_step: checks a batch, then runs the model's ops over it, each op spread over the workers. */
+#include "internal.h"
+#include "plan.h"
+
+#include <math.h>
+#include <string.h>
+#include <time.h>
+
+enum {
+    ERR_ISA = -1,
+    ERR_SHAPE = -2,
+    ERR_TOKEN = -3,
+    ERR_ROW = -4,
+    ERR_BLOCK = -5,
+    ERR_SLOT = -6,
+    ERR_SAMPLE = -7,
+    ERR_COPY = -8,
+    ERR_OP = -9
+};
+
+const char *pt_error_text(int32_t error) {
+    static const char *const texts[] = {"fine",
+                                        "this machine does not run that instruction-set level",
+                                        "more tokens, rows or samples than the buffers hold",
+                                        "a token id outside the vocabulary",
+                                        "row starts, positions and sequence lengths do not agree",
+                                        "a block id outside the pool, or a table that is too short",
+                                        "a slot that is not the one its block table says",
+                                        "a logits index outside the batch",
+                                        "a copy outside the pool",
+                                        "an op that is unknown or does not fit its buffers"};
+    return error <= 0 && error >= ERR_OP ? texts[-error] : "unknown error";
+}
+
+typedef struct {
+    const pt_kernels *kernels;
+    const pt_model *model;
+    const pt_batch *batch;
+    pt_threads *threads;
+    const pt_op *op;
+    pt_attention_lists lists;
+    pt_attention attention;
+    float *cosines, *sines; /* (num_tokens, head_dim / 2) */
+    char *workers;
+    size_t worker_bytes;
+    void *partials;
+    int64_t rows_per_task, panels_per_task, rows;
+    pt_gemm gemm;
+} run;
+
+static int64_t max_tokens(const pt_model *m) { return m->num_buffers > 0 ? m->buffers[0].max_rows : 0; }
+
+static int64_t max_tasks(const pt_model *m) {
+    return max_tokens(m) * m->num_kv_heads + PT_PARTIAL_BYTES / (int64_t)pt_partial_bytes(m);
+}
+
+/* Lays the scratch out; its end. */
+static size_t lay_out(const pt_model *m, int32_t num_workers, char *base, run *r) {
+    size_t at = 0, half = (size_t)m->head_dim / 2;
+    size_t tasks = pt_take(&at, (size_t)max_tasks(m) * sizeof(pt_attention_task));
+    size_t merges = pt_take(&at, (size_t)(max_tokens(m) * m->num_kv_heads) * sizeof(pt_attention_merge));
+    size_t cosines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
+    size_t sines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
+    size_t partials = pt_take(&at, PT_PARTIAL_BYTES);
+    size_t worker_bytes = pt_attention_worker_bytes(m);
+    size_t workers = pt_take(&at, worker_bytes * (size_t)num_workers);
+    if (r != NULL) {
+        r->lists.tasks = (pt_attention_task *)(base + tasks);
+        r->lists.merges = (pt_attention_merge *)(base + merges);
+        r->cosines = (float *)(base + cosines);
+        r->sines = (float *)(base + sines);
+        r->partials = base + partials;
+        r->workers = base + workers;
+        r->worker_bytes = worker_bytes;
+    }
+    return at;
+}
+
+size_t pt_scratch_bytes(const pt_model *model, const pt_threads *threads) {
+    return lay_out(model, pt_num_workers(threads), NULL, NULL);
+}
+
+static int32_t check_row(const pt_model *m, const pt_batch *b, int32_t row) {
+    const int64_t first = b->query_start_loc[row], end = b->query_start_loc[row + 1], seq_len = b->seq_lens[row];
+    if (first < 0 || end <= first || end > b->num_tokens || seq_len < end - first) return ERR_ROW;
+    const int64_t num_blocks = pt_ceil(seq_len, m->block_size);
+    if (num_blocks > b->table_stride) return ERR_BLOCK;
+    const int32_t *table = b->block_table + row * b->table_stride;
+    for (int64_t i = 0; i < num_blocks; i++)
+        if (table[i] < 0 || table[i] >= m->num_blocks) return ERR_BLOCK;
+    for (int64_t t = first; t < end; t++) {
+        const int64_t position = seq_len - (end - t);
+        if (b->positions[t] != position) return ERR_ROW;
+        if (b->slot_mapping[t] != table[position / m->block_size] * (int64_t)m->block_size + position % m->block_size)
+            return ERR_SLOT;
+        if (b->token_ids[t] < 0 || b->token_ids[t] >= m->vocab_size) return ERR_TOKEN;
+    }
+    return 0;
+}
+
+static int32_t check_batch(const pt_model *m, const pt_batch *b) {
+    if (b->num_tokens < 1 || b->num_rows < 1 || b->num_samples < 0 || b->num_tokens > max_tokens(m) ||
+        b->num_rows > b->num_tokens || b->num_samples > b->num_tokens)
+        return ERR_SHAPE;
+    if (b->query_start_loc[0] != 0 || b->query_start_loc[b->num_rows] != b->num_tokens) return ERR_ROW;
+    for (int32_t row = 0; row < b->num_rows; row++) {
+        int32_t error = check_row(m, b, row);
+        if (error) return error;
+    }
+    for (int32_t i = 0; i < b->num_samples; i++)
+        if (b->logits_indices[i] < 0 || b->logits_indices[i] >= b->num_tokens) return ERR_SAMPLE;
+    for (int32_t i = 0; i < b->num_copies; i++) {
+        const int32_t *copy = b->copies + 3 * i;
+        if (copy[0] < 0 || copy[0] >= m->num_blocks || copy[1] < 0 || copy[1] >= m->num_blocks || copy[2] < 0 ||
+            copy[2] > m->block_size)
+            return ERR_COPY;
+    }
+    return 0;
+}
+
+static int32_t check_ops(const pt_model *m, const pt_batch *b) {
+    for (int32_t i = 0; i < m->num_ops; i++) {
+        const pt_op *op = &m->ops[i];
+        const int64_t rows = op->per_sample ? b->num_samples : b->num_tokens;
+        if (op->kind < PT_OP_EMBED || op->kind > PT_OP_GATHER || op->layer < 0 || op->layer >= m->num_layers) return ERR_OP;
+        if (op->in < -1 || op->in >= m->num_buffers || op->out < 0 || op->out >= m->num_buffers) return ERR_OP;
+        if (op->in < 0 && op->kind != PT_OP_EMBED) return ERR_OP;
+        if (m->buffers[op->out].max_rows < rows) return ERR_SHAPE;
+        if (op->kind == PT_OP_GEMM && (m->buffers[op->in].width < op->k || m->buffers[op->out].width < op->n ||
+                                       m->buffers[op->in].dtype != m->dtype))
+            return ERR_OP;
+    }
+    return 0;
+}
+
+static size_t value_bytes(int32_t dtype) { return dtype == PT_BF16 ? 2 : 4; }
+
+static char *row_at(const run *r, int32_t buffer, int64_t row) {
+    const pt_buffer *b = &r->model->buffers[buffer];
+    return (char *)b->data + (size_t)(row * b->width) * value_bytes(b->dtype);
+}
+
+static int32_t is_bf16(const run *r, int32_t buffer) { return r->model->buffers[buffer].dtype == PT_BF16; }
+
+/* ---- ops by row */
+
+static void embed_row(const run *r, int64_t row) {
+    const pt_op *op = r->op;
+    const int64_t token = r->batch->token_ids[row];
+    float *out = (float *)row_at(r, op->out, row);
+    if (r->model->dtype == PT_BF16)
+        r->kernels->to_f32((const uint16_t *)op->weight + token * op->n, op->n, out);
+    else
+        memcpy(out, (const float *)op->weight + token * op->n, (size_t)op->n * 4);
+}
+
+static void norm_row(const run *r, int64_t row) {
+    const pt_op *op = r->op;
+    r->kernels->rms_norm((const float *)row_at(r, op->in, row), op->weight, r->model->rms_norm_eps, op->n,
+                         row_at(r, op->out, row), is_bf16(r, op->out));
+}
+
+static void head_norm_row(const run *r, int64_t row) {
+    const pt_model *m = r->model;
+    float *qkv = (float *)row_at(r, r->op->out, row);
+    for (int32_t head = 0; head < m->num_heads + m->num_kv_heads; head++, qkv += m->head_dim) {
+        const float *weight = head < m->num_heads ? r->op->weight : r->op->bias;
+        r->kernels->rms_norm(qkv, weight, m->rms_norm_eps, m->head_dim, qkv, 0);
+    }
+}
+
+static void rotary_row(const run *r, int64_t row) {
+    const int64_t half = r->model->head_dim / 2;
+    const float position = (float)r->batch->positions[row];
+    for (int64_t d = 0; d < half; d++) {
+        const float angle = position * r->model->inv_freq[d];
+        r->cosines[row * half + d] = cosf(angle);
+        r->sines[row * half + d] = sinf(angle);
+    }
+}
+
+static void store(const run *r, const float *values, int64_t at) {
+    const pt_model *m = r->model;
+    if (m->dtype == PT_BF16)
+        r->kernels->to_bf16(values, m->head_dim, (uint16_t *)m->pool + at);
+    else
+        memcpy((float *)m->pool + at, values, (size_t)m->head_dim * 4);
+}
+
+static void rope_kv_row(const run *r, int64_t row) {
+    const pt_model *m = r->model;
+    const int64_t half = m->head_dim / 2, block = r->batch->slot_mapping[row] / m->block_size;
+    const int64_t offset = r->batch->slot_mapping[row] % m->block_size;
+    const float *cosines = r->cosines + row * half, *sines = r->sines + row * half;
+    float *qkv = (float *)row_at(r, r->op->out, row);
+    for (int32_t head = 0; head < m->num_heads + m->num_kv_heads; head++) {
+        float *low = qkv + (int64_t)head * m->head_dim, *high = low + half;
+        for (int64_t d = 0; d < half; d++) {
+            const float a = low[d], b = high[d];
+            low[d] = a * cosines[d] - b * sines[d];
+            high[d] = b * cosines[d] + a * sines[d];
+        }
+    }
+    const float *keys = qkv + (int64_t)m->num_heads * m->head_dim;
+    const float *values = keys + (int64_t)m->num_kv_heads * m->head_dim;
+    int64_t plane = (block * m->num_layers + r->op->layer) * 2 * m->num_kv_heads;
+    for (int32_t head = 0; head < m->num_kv_heads; head++) {
+        store(r, keys + (int64_t)head * m->head_dim, ((plane + head) * m->block_size + offset) * m->head_dim);
+        store(r, values + (int64_t)head * m->head_dim,
+              ((plane + m->num_kv_heads + head) * m->block_size + offset) * m->head_dim);
+    }
+}
+
+static void silu_row(const run *r, int64_t row) {
+    r->kernels->silu_mul((const float *)row_at(r, r->op->in, row), r->op->n, row_at(r, r->op->out, row),
+                         is_bf16(r, r->op->out));
+}
+
+static void gather_row(const run *r, int64_t row) {
+    memcpy(row_at(r, r->op->out, row), row_at(r, r->op->in, r->batch->logits_indices[row]),
+           (size_t)r->op->n * value_bytes(r->model->buffers[r->op->in].dtype));
+}
+
+static void run_rows(void *arg, int64_t task, int32_t worker) {
+    (void)worker;
+    const run *r = arg;
+    static void (*const ops[])(const run *, int64_t) = {embed_row,   norm_row, NULL,     head_norm_row,
+                                                        rope_kv_row, NULL,     silu_row, gather_row};
+    const int64_t end = pt_min(r->rows, (task + 1) * r->rows_per_task);
+    for (int64_t row = task * r->rows_per_task; row < end; row++) ops[r->op->kind](r, row);
+}
+
+static void run_rotary(void *arg, int64_t task, int32_t worker) {
+    (void)worker;
+    const run *r = arg;
+    const int64_t end = pt_min(r->rows, (task + 1) * r->rows_per_task);
+    for (int64_t row = task * r->rows_per_task; row < end; row++) rotary_row(r, row);
+}
+
+static void by_rows(run *r, pt_task_fn fn, int64_t rows) {
+    r->rows = rows;
+    r->rows_per_task = pt_max(4, pt_ceil(rows, (int64_t)pt_num_workers(r->threads) * 4));
+    pt_parallel(r->threads, fn, r, pt_ceil(rows, r->rows_per_task));
+}
+
+/* ---- GEMM: tasks are panels x rows, panels outermost so that a panel stays in cache over its rows */
+
+#define GEMM_TASK_ROWS 96
+
+static void run_gemm_task(void *arg, int64_t task, int32_t worker) {
+    (void)worker;
+    const run *r = arg;
+    const int64_t row_tasks = pt_ceil(r->gemm.m, r->rows_per_task);
+    const int64_t panels = pt_ceil(r->gemm.n, r->kernels->panel);
+    const int64_t first_panel = task / row_tasks * r->panels_per_task, row = task % row_tasks * r->rows_per_task;
+    void (*gemm)(const pt_gemm *, int64_t, int64_t, int64_t, int64_t) =
+        r->model->dtype == PT_BF16 ? r->kernels->gemm_bf16 : r->kernels->gemm_f32;
+    gemm(&r->gemm, first_panel, pt_min(r->panels_per_task, panels - first_panel), row,
+         pt_min(r->rows_per_task, r->gemm.m - row));
+}
+
+static void run_gemm(run *r, int64_t rows) {
+    const pt_op *op = r->op;
+    const pt_model *m = r->model;
+    r->gemm = (pt_gemm){.a = row_at(r, op->in, 0), .lda = m->buffers[op->in].width, .w = op->weight, .bias = op->bias,
+                        .out = row_at(r, op->out, 0), .ldo = m->buffers[op->out].width, .m = rows, .n = op->n,
+                        .k = op->k, .accumulate = op->accumulate, .out_bf16 = is_bf16(r, op->out)};
+    const int64_t panels = pt_ceil(op->n, r->kernels->panel), workers = pt_num_workers(r->threads);
+    r->rows_per_task = pt_min(rows, GEMM_TASK_ROWS);
+    const int64_t row_tasks = pt_ceil(rows, r->rows_per_task);
+    /* Even counts, for the kernels that take two or four panels; some eight tasks a worker, to even out the ends. */
+    int64_t share = panels * row_tasks / (workers * 8);
+    r->panels_per_task = pt_max(2, pt_min(16, share / 4 * 4));
+    pt_parallel(r->threads, run_gemm_task, r, pt_ceil(panels, r->panels_per_task) * row_tasks);
+}
+
+/* ---- attention */
+
+static void run_attention_task(void *arg, int64_t task, int32_t worker) {
+    const run *r = arg;
+    (r->model->dtype == PT_BF16 ? r->kernels->attention_bf16 : r->kernels->attention_f32)(&r->attention, task, worker);
+}
+
+static void run_attention_merge(void *arg, int64_t task, int32_t worker) {
+    const run *r = arg;
+    (r->model->dtype == PT_BF16 ? r->kernels->merge_bf16 : r->kernels->merge_f32)(&r->attention, task, worker);
+}
+
+static void run_attention(run *r) {
+    const pt_op *op = r->op;
+    r->attention = (pt_attention){.model = r->model,
+                                  .batch = r->batch,
+                                  .tasks = r->lists.tasks,
+                                  .merges = r->lists.merges,
+                                  .qkv = (const float *)row_at(r, op->in, 0),
+                                  .ld_qkv = r->model->buffers[op->in].width,
+                                  .out = row_at(r, op->out, 0),
+                                  .ld_out = r->model->buffers[op->out].width,
+                                  .layer = op->layer,
+                                  .scratch = r->workers,
+                                  .worker_bytes = r->worker_bytes,
+                                  .partials = r->partials};
+    pt_parallel(r->threads, run_attention_task, r, r->lists.num_tasks);
+    pt_parallel(r->threads, run_attention_merge, r, r->lists.num_merges);
+}
+
+/* Copy-on-write: the first tokens of every layer, plane and head. */
+static void run_copies(const pt_model *m, const pt_batch *b) {
+    const size_t token_bytes = (size_t)m->head_dim * value_bytes(m->dtype);
+    const size_t head_bytes = token_bytes * (size_t)m->block_size;
+    const size_t heads = (size_t)m->num_layers * 2 * (size_t)m->num_kv_heads;
+    for (int32_t i = 0; i < b->num_copies; i++) {
+        const char *from = (const char *)m->pool + (size_t)b->copies[3 * i] * heads * head_bytes;
+        char *to = (char *)m->pool + (size_t)b->copies[3 * i + 1] * heads * head_bytes;
+        for (size_t head = 0; head < heads; head++)
+            memcpy(to + head * head_bytes, from + head * head_bytes, token_bytes * (size_t)b->copies[3 * i + 2]);
+    }
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_threads *threads, void *scratch,
+                int64_t *counters) {
+    run r = {.kernels = pt_kernels_of(isa), .model = model, .batch = batch, .threads = threads};
+    if (r.kernels == NULL) return ERR_ISA;
+    int32_t error = check_batch(model, batch);
+    if (!error) error = check_ops(model, batch);
+    if (error) return error;
+    lay_out(model, pt_num_workers(threads), scratch, &r);
+    int64_t start = now_ns();
+    run_copies(model, batch);
+    pt_attention_list(model, batch, &r.lists);
+    by_rows(&r, run_rotary, batch->num_tokens);
+    for (int32_t i = 0; i < model->num_ops; i++) {
+        r.op = &model->ops[i];
+        const int64_t rows = r.op->per_sample ? batch->num_samples : batch->num_tokens;
+        if (rows == 0) continue;
+        if (r.op->kind == PT_OP_GEMM)
+            run_gemm(&r, rows);
+        else if (r.op->kind == PT_OP_ATTENTION)
+            run_attention(&r);
+        else
+            by_rows(&r, run_rows, rows);
+        if (counters != NULL) {
+            int64_t now = now_ns();
+            counters[r.op->kind] += now - start;
+            start = now;
+        }
+    }
+    return 0;
+}
+
+size_t pt_packed_bytes(int32_t isa, int32_t dtype, int64_t n, int64_t k) {
+    const pt_kernels *kernels = pt_kernels_of(isa);
+    if (kernels == NULL || n < 1 || k < 1) return 0;
+    return (size_t)(pt_ceil(n, kernels->panel) * kernels->panel * ((k + 1) / 2 * 2)) * value_bytes(dtype);
+}
+
+void pt_pack(int32_t isa, int32_t dtype, const void *src, int64_t n, int64_t k, void *dst) {
+    const pt_kernels *kernels = pt_kernels_of(isa);
+    if (kernels == NULL) return;
+    (dtype == PT_BF16 ? kernels->pack_bf16 : kernels->pack_f32)(src, n, k, dst);
+}

@@ -1,0 +1,73 @@
+/* Shared by the library's own files: the thread pool's task interface and the kernels of one instruction-set level. */
+#ifndef PAGETIER_INTERNAL_H
+#define PAGETIER_INTERNAL_H
+
+#include "pagetier_cpu.h"
+
+#define PT_ROW_ALIGN 64 /* bytes: rows of buffers start on a cache line */
+
+static inline int64_t pt_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t pt_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t pt_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Runs fn(arg, task, worker) for every task in [0, num_tasks), on all workers; returns when all are done. Tasks are
+ * taken in order by whoever is free, so results may not depend on who runs what. */
+typedef void (*pt_task_fn)(void *arg, int64_t task, int32_t worker);
+void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks);
+int32_t pt_num_workers(const pt_threads *threads);
+
+/* A GEMM: out (m, n) fp32 or bf16 = a (m, k) x packed w (n, k)^T, then + bias, then + old out if accumulate. */
+typedef struct {
+    const void *a;
+    int64_t lda; /* in values */
+    const void *w;
+    const float *bias;
+    void *out;
+    int64_t ldo;
+    int64_t m, n, k;
+    int32_t accumulate, out_bf16;
+} pt_gemm;
+
+/* Attention over one layer of the pool; see attention.h. */
+typedef struct {
+    const pt_model *model;
+    const pt_batch *batch;
+    const struct pt_attention_task_s *tasks;
+    const struct pt_attention_merge_s *merges;
+    int64_t num_tasks, num_merges;
+    const float *qkv; /* (num_tokens, ld_qkv): q heads | k heads | v heads */
+    int64_t ld_qkv;
+    void *out; /* (num_tokens, ld_out) of the compute dtype */
+    int64_t ld_out;
+    int32_t layer;
+    void *scratch; /* worker_bytes for each worker */
+    size_t worker_bytes;
+    void *partials;
+} pt_attention;
+
+typedef struct {
+    const char *name;
+    int64_t panel; /* columns of one packed weight panel */
+    /* Columns [first, first + count) panels of the GEMM for rows [row, row + rows). */
+    void (*gemm_f32)(const pt_gemm *g, int64_t first_panel, int64_t num_panels, int64_t row, int64_t rows);
+    void (*gemm_bf16)(const pt_gemm *g, int64_t first_panel, int64_t num_panels, int64_t row, int64_t rows);
+    void (*pack_f32)(const void *src, int64_t n, int64_t k, void *dst);
+    void (*pack_bf16)(const void *src, int64_t n, int64_t k, void *dst);
+    void (*rms_norm)(const float *in, const float *weight, float eps, int64_t n, void *out, int32_t out_bf16);
+    void (*silu_mul)(const float *gate_up, int64_t n, void *out, int32_t out_bf16);
+    void (*to_f32)(const void *in, int64_t n, float *out);     /* from bf16 */
+    void (*to_bf16)(const float *in, int64_t n, uint16_t *out); /* round to nearest even */
+    /* By the pool's dtype; a level without bf16 products widens tiles to fp32. */
+    void (*attention_f32)(const pt_attention *args, int64_t task, int32_t worker);
+    void (*attention_bf16)(const pt_attention *args, int64_t task, int32_t worker);
+    void (*merge_f32)(const pt_attention *args, int64_t merge, int32_t worker);
+    void (*merge_bf16)(const pt_attention *args, int64_t merge, int32_t worker);
+} pt_kernels;
+
+/* NULL where the compiler could not build the level. */
+const pt_kernels *pt_kernels_avx2(void);
+const pt_kernels *pt_kernels_avx512(void);
+const pt_kernels *pt_kernels_avx512_bf16(void);
+const pt_kernels *pt_kernels_of(int32_t isa);
+
+#endif

@@ -1,0 +1,180 @@
+"""The shared library's structs and functions, as ctypes sees them. One file, so that the header has one mirror."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ABI_VERSION = 1
+NUM_COUNTERS = 10
+
+
+class Dtype(IntEnum):
+    F32 = 0
+    BF16 = 1
+
+
+class Isa(IntEnum):
+    """Instruction-set levels in rising order."""
+
+    NONE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 3
+    AMX = 4
+
+
+class OpKind(IntEnum):
+    EMBED = 0
+    NORM = 1
+    GEMM = 2
+    HEAD_NORM = 3
+    ROPE_KV = 4
+    ATTENTION = 5
+    SILU_MUL = 6
+    GATHER = 7
+
+
+class Op(c.Structure):
+    _fields_ = [
+        ("kind", c.c_int32),
+        ("in_", c.c_int32),
+        ("out", c.c_int32),
+        ("layer", c.c_int32),
+        ("n", c.c_int32),
+        ("k", c.c_int32),
+        ("accumulate", c.c_int32),
+        ("per_sample", c.c_int32),
+        ("weight", c.c_void_p),
+        ("bias", c.c_void_p),
+    ]
+
+
+class Buffer(c.Structure):
+    _fields_ = [
+        ("data", c.c_void_p),
+        ("width", c.c_int64),
+        ("max_rows", c.c_int64),
+        ("dtype", c.c_int32),
+        ("reserved", c.c_int32),
+    ]
+
+
+class Model(c.Structure):
+    _fields_ = [
+        ("dtype", c.c_int32),
+        ("num_layers", c.c_int32),
+        ("num_heads", c.c_int32),
+        ("num_kv_heads", c.c_int32),
+        ("head_dim", c.c_int32),
+        ("vocab_size", c.c_int32),
+        ("block_size", c.c_int32),
+        ("window", c.c_int32),
+        ("num_blocks", c.c_int64),
+        ("rms_norm_eps", c.c_float),
+        ("softmax_scale", c.c_float),
+        ("softcap", c.c_float),
+        ("num_ops", c.c_int32),
+        ("num_buffers", c.c_int32),
+        ("ops", c.POINTER(Op)),
+        ("buffers", c.POINTER(Buffer)),
+        ("inv_freq", c.c_void_p),
+        ("pool", c.c_void_p),
+    ]
+
+
+class BatchArrays(c.Structure):
+    _fields_ = [
+        ("num_tokens", c.c_int32),
+        ("num_rows", c.c_int32),
+        ("num_samples", c.c_int32),
+        ("num_copies", c.c_int32),
+        ("table_stride", c.c_int64),
+        ("token_ids", c.c_void_p),
+        ("positions", c.c_void_p),
+        ("query_start_loc", c.c_void_p),
+        ("seq_lens", c.c_void_p),
+        ("block_table", c.c_void_p),
+        ("logits_indices", c.c_void_p),
+        ("slot_mapping", c.c_void_p),
+        ("copies", c.c_void_p),
+    ]
+
+
+class Library:
+    """The loaded library. Its calls release the GIL. Raises OSError or RuntimeError when the file does not fit."""
+
+    def __init__(self, path: Path) -> None:
+        library = c.CDLL(str(path))
+        if library.pt_abi_version() != ABI_VERSION:
+            raise RuntimeError(f"{path}: ABI {library.pt_abi_version()}, not {ABI_VERSION}")
+        self._best = _function(library, "pt_isa_best", c.c_int32, c.c_int32)
+        self._name = _function(library, "pt_isa_name", c.c_char_p, c.c_int32)
+        self._create = _function(library, "pt_threads_create", c.c_void_p, c.c_int32, c.c_int32)
+        self._destroy = _function(library, "pt_threads_destroy", None, c.c_void_p)
+        self._packed_bytes = _function(
+            library, "pt_packed_bytes", c.c_size_t, c.c_int32, c.c_int32, c.c_int64, c.c_int64
+        )
+        self._pack = _function(
+            library, "pt_pack", None, c.c_int32, c.c_int32, c.c_void_p, c.c_int64, c.c_int64, c.c_void_p
+        )
+        self._scratch_bytes = _function(library, "pt_scratch_bytes", c.c_size_t, c.POINTER(Model), c.c_void_p)
+        self.step = _function(
+            library,
+            "pt_step",
+            c.c_int32,
+            c.c_int32,
+            c.POINTER(Model),
+            c.POINTER(BatchArrays),
+            c.c_void_p,
+            c.c_void_p,
+            c.c_void_p,
+        )
+        self._error_text = _function(library, "pt_error_text", c.c_char_p, c.c_int32)
+
+    def best_isa(self, limit: Isa = Isa.AMX) -> Isa:
+        """The best level of this machine, at most `limit`."""
+        return Isa(self._best(int(limit)))
+
+    def create_threads(self, num_threads: int, first_cpu: int = -1) -> int:
+        """A pool of workers, the caller's thread included. Raises ValueError."""
+        threads = self._create(num_threads, first_cpu)
+        if not threads:
+            raise ValueError(f"cannot make {num_threads} threads")
+        return int(threads)
+
+    def destroy_threads(self, threads: int) -> None:
+        self._destroy(threads)
+
+    def pack(self, isa: Isa, weight: np.ndarray, dtype: Dtype) -> np.ndarray:
+        """`weight` (n, k), float32 or bf16 bits as uint16, in the level's panels; 64-aligned bytes."""
+        n, k = weight.shape
+        packed = aligned_bytes(int(self._packed_bytes(int(isa), int(dtype), n, k)))
+        source = np.ascontiguousarray(weight)
+        self._pack(int(isa), int(dtype), source.ctypes.data, n, k, packed.ctypes.data)
+        return packed
+
+    def scratch_bytes(self, model: Model, threads: int) -> int:
+        return int(self._scratch_bytes(c.byref(model), threads))
+
+    def error_text(self, error: int) -> str:
+        return str(self._error_text(error).decode())
+
+
+def aligned_bytes(nbytes: int, alignment: int = 64) -> np.ndarray:
+    """(nbytes,) uint8 zeros that start on a multiple of `alignment`."""
+    raw = np.zeros(nbytes + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + nbytes]
+
+
+def _function(library: c.CDLL, name: str, result: object, *arguments: object) -> Callable[..., Any]:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    called: Callable[..., Any] = function
+    return called

@@ -1,0 +1,17 @@
+/* A step's scratch: task lists, rotary tables, attention's partial results and the workers' own memory. */
+#ifndef PAGETIER_PLAN_H
+#define PAGETIER_PLAN_H
+
+#include "attention.h"
+
+typedef struct {
+    pt_attention_task *tasks;
+    pt_attention_merge *merges;
+    int64_t num_tasks, num_merges;
+} pt_attention_lists;
+
+size_t pt_attention_worker_bytes(const pt_model *model);
+/* `lists` has room for what pt_max_attention_tasks says. */
+void pt_attention_list(const pt_model *model, const pt_batch *batch, pt_attention_lists *lists);
+
+#endif

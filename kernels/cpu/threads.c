@@ -1,0 +1,163 @@
+/* The library's own workers: they spin briefly for the next piece of a step, then sleep on a futex.
+ *
+ * A parallel section is a generation number plus a task counter. Workers take tasks until there are none; the caller
+ * takes part and waits for stragglers. A worker that the kernel has put aside holds back at most the task it runs.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "internal.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SPIN_NS 100000 /* long enough to bridge the serial gap between two ops and two steps' planning */
+
+typedef struct {
+    pt_threads *threads;
+    int32_t index;
+    pthread_t thread;
+} pt_worker;
+
+struct pt_threads {
+    int32_t num_workers; /* the caller is worker 0 */
+    int32_t first_cpu;
+    pt_worker *workers;
+    /* The current section: written by the caller before `generation` is raised. */
+    pt_task_fn fn;
+    void *arg;
+    int64_t num_tasks;
+    _Alignas(64) _Atomic uint32_t generation;
+    _Alignas(64) _Atomic int64_t next_task;
+    _Alignas(64) _Atomic int32_t num_inside; /* workers that may still touch the section */
+    _Atomic int32_t num_sleeping;
+    _Atomic int32_t stop;
+};
+
+static void futex_wait(_Atomic uint32_t *at, uint32_t expected) {
+    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *at) { syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0); }
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static inline void pause_cpu(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void take_tasks(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks, int32_t worker) {
+    for (;;) {
+        int64_t task = atomic_fetch_add_explicit(&threads->next_task, 1, memory_order_relaxed);
+        if (task >= num_tasks) return;
+        fn(arg, task, worker);
+    }
+}
+
+/* Wait until the generation differs from `seen`; the new one. */
+static uint32_t await_section(pt_threads *threads, uint32_t seen) {
+    int64_t until = now_ns() + SPIN_NS;
+    for (;;) {
+        for (int i = 0; i < 64; i++) {
+            uint32_t generation = atomic_load_explicit(&threads->generation, memory_order_acquire);
+            if (generation != seen) return generation;
+            pause_cpu();
+        }
+        if (now_ns() < until) continue;
+        atomic_fetch_add(&threads->num_sleeping, 1);
+        futex_wait(&threads->generation, seen);
+        atomic_fetch_sub(&threads->num_sleeping, 1);
+        until = now_ns() + SPIN_NS;
+    }
+}
+
+static void *run_worker(void *at) {
+    pt_worker *worker = at;
+    pt_threads *threads = worker->threads;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = await_section(threads, seen);
+        if (atomic_load(&threads->stop)) return NULL;
+        /* Enter only while the section is open: the caller closes it by taking num_inside from 0 to -1. */
+        int32_t inside = atomic_load(&threads->num_inside);
+        while (inside >= 0 && !atomic_compare_exchange_weak(&threads->num_inside, &inside, inside + 1)) {
+        }
+        if (inside < 0) continue;
+        take_tasks(threads, threads->fn, threads->arg, threads->num_tasks, worker->index);
+        atomic_fetch_sub_explicit(&threads->num_inside, 1, memory_order_release);
+    }
+}
+
+static void pin(pthread_t thread, int32_t cpu) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    pthread_setaffinity_np(thread, sizeof set, &set);
+}
+
+pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu) {
+    if (num_threads < 1 || num_threads > 1024) return NULL;
+    pt_threads *threads = aligned_alloc(64, pt_ceil(sizeof *threads, 64) * 64);
+    if (threads == NULL) return NULL;
+    *threads = (pt_threads){.num_workers = 1, .first_cpu = first_cpu};
+    atomic_init(&threads->num_inside, -1);
+    threads->workers = calloc(num_threads, sizeof *threads->workers);
+    if (threads->workers == NULL) {
+        free(threads);
+        return NULL;
+    }
+    for (int32_t i = 1; i < num_threads; i++) {
+        pt_worker *worker = &threads->workers[i];
+        *worker = (pt_worker){.threads = threads, .index = i};
+        if (pthread_create(&worker->thread, NULL, run_worker, worker) != 0) break;
+        if (first_cpu >= 0) pin(worker->thread, first_cpu + i);
+        threads->num_workers++;
+    }
+    return threads;
+}
+
+void pt_threads_destroy(pt_threads *threads) {
+    if (threads == NULL) return;
+    atomic_store(&threads->stop, 1);
+    atomic_fetch_add(&threads->generation, 1);
+    futex_wake(&threads->generation);
+    for (int32_t i = 1; i < threads->num_workers; i++) pthread_join(threads->workers[i].thread, NULL);
+    free(threads->workers);
+    free(threads);
+}
+
+int32_t pt_num_workers(const pt_threads *threads) { return threads->num_workers; }
+
+void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks) {
+    if (threads->num_workers == 1 || num_tasks <= 1) {
+        for (int64_t task = 0; task < num_tasks; task++) fn(arg, task, 0);
+        return;
+    }
+    threads->fn = fn;
+    threads->arg = arg;
+    threads->num_tasks = num_tasks;
+    atomic_store_explicit(&threads->next_task, 0, memory_order_relaxed);
+    atomic_store(&threads->num_inside, 0);
+    atomic_fetch_add(&threads->generation, 1);
+    if (atomic_load(&threads->num_sleeping) > 0) futex_wake(&threads->generation);
+    take_tasks(threads, fn, arg, num_tasks, 0);
+    /* Close the section: from here on nobody enters; wait for those inside. */
+    for (int32_t spins = 0;; spins++) {
+        int32_t none = 0;
+        if (atomic_compare_exchange_weak(&threads->num_inside, &none, -1)) return;
+        pause_cpu();
+        if (spins > 2000) sched_yield(); /* a worker was put aside in the middle of a task */
+    }
+}
