@@ -37,7 +37,7 @@ serve: $(SERVE_READY)
 	@echo "Then, from another terminal:"
 	@echo
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}], \"max_tokens\": 32}'"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}], \"max_tokens\": 32, \"temperature\": 0}'"
 	@echo
 	@exec $(VENV)/bin/pagetier serve --model $(MODEL) --host $(HOST) --port $(PORT) --kv-tier $(TIERS) $(ARGS)
 
