@@ -86,21 +86,23 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts (texts or token ids), all in one continuous batch; answers in the prompts' order.
 
-        Raises PagetierError when a prompt cannot be served, e.g. is too long.
+        Raises PagetierError when a prompt cannot be served, e.g. is too long; the others of the call end then too.
+        Raises ClosedError after `close`.
         """
         params = params or SamplingParams()
-        answers, open_choices = [], {}
-        for prompt in _as_list(prompts):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
-            answers.append(answer)
-            seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-            for index in range(params.n):
-                request = self._request(ids, replace(params, n=1), seed, index, cache_salt)
-                answer.outputs.append(CompletionOutput(index))
-                open_choices[request.request_id] = _Choice(answer, answer.outputs[-1], request, self.tokenizer)
-                self._engine.core.add_request(request)
+        answers: list[RequestOutput] = []
+        open_choices: dict[str, _Choice] = {}
         try:
+            for prompt in _as_list(prompts):
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
+                answers.append(answer)
+                seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+                for index in range(params.n):
+                    request = self._request(ids, replace(params, n=1), seed, index, cache_salt)
+                    answer.outputs.append(CompletionOutput(index))
+                    open_choices[request.request_id] = _Choice(answer, answer.outputs[-1], request, self.tokenizer)
+                    self._engine.core.add_request(request)
             self._run(open_choices, progress)
         finally:
             self._engine.core.abort(list(open_choices))

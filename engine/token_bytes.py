@@ -68,7 +68,7 @@ class TokenBytes:
         return found
 
     def _read(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
         if token is None:
             return b""
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
