@@ -19,7 +19,7 @@ from pagetier.benchmarks.static_rows import StaticRows
 from pagetier.engine.device_pool import DevicePool, PoolShape, torch_dtype
 from pagetier.engine.models.llama import Llama
 from pagetier.engine.pull import resolve_model
-from pagetier.engine.runner.torch_runner import TorchRunner
+from pagetier.engine.runner.model_runner import ModelRunner
 from pagetier.engine.weights.loader import load_checkpoint
 from pagetier.kvstore.errors import ConfigError
 
@@ -72,7 +72,7 @@ def num_blocks(cases: Sequence[Case]) -> int:
 def generate(model: Llama, cases: Sequence[Case]) -> list[list[int]]:
     """Greedy tokens of all cases at once: prompts in mixed steps of STEP_TOKENS beside rows that already decode."""
     pool = DevicePool(PoolShape.of(model.config, num_blocks(cases), BLOCK_SIZE), model.dtype)
-    runner = TorchRunner(model, pool, threaded=True, paranoid=True)
+    runner = ModelRunner(model, pool, threaded=True, paranoid=True)
     static = StaticRows(num_blocks(cases), BLOCK_SIZE, np.random.default_rng(0))
     rows = [static.add(case.prompt_ids) for case in cases]
     ends = [len(case.prompt_ids) + NUM_NEW for case in cases]
