@@ -100,7 +100,7 @@ static int32_t check_row(const pt_model *m, const pt_batch *b, int32_t row) {
 
 static int32_t check_batch(const pt_model *m, const pt_batch *b) {
     if (b->num_tokens < 1 || b->num_rows < 1 || b->num_samples < 0 || b->num_tokens > max_tokens(m) ||
-        b->num_rows > b->num_tokens || b->num_samples > b->num_tokens)
+        b->num_rows > b->num_tokens || b->num_samples > max_tokens(m))
         return ERR_SHAPE;
     if (b->query_start_loc[0] != 0 || b->query_start_loc[b->num_rows] != b->num_tokens) return ERR_ROW;
     for (int32_t row = 0; row < b->num_rows; row++) {
@@ -312,6 +312,7 @@ static void run_copies(const pt_model *m, const pt_batch *b) {
     for (int32_t i = 0; i < b->num_copies; i++) {
         const char *from = (const char *)m->pool + (size_t)b->copies[3 * i] * heads * head_bytes;
         char *to = (char *)m->pool + (size_t)b->copies[3 * i + 1] * heads * head_bytes;
+        if (from == to) continue;
         for (size_t head = 0; head < heads; head++)
             memcpy(to + head * head_bytes, from + head * head_bytes, token_bytes * (size_t)b->copies[3 * i + 2]);
     }
