@@ -11,7 +11,7 @@
 
 #define PT_TILE 64
 #define PT_SPLIT 512
-#define PT_QUERY_ROWS 48                 /* query tokens x grouped heads of one task, unless the group alone is larger */
+#define PT_QUERY_ROWS 96                 /* query tokens x grouped heads of one task, unless the group alone is larger */
 #define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
 
 /* Query tokens [first_token, first_token + num_tokens) of a batch row, one kv head. split -1: all of the context. */
