@@ -46,7 +46,7 @@ def prompts_of(config: ModelConfig, seed: int) -> list[list[int]]:
     return prompts(np.random.default_rng(seed), LENGTHS, config.vocab_size)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def expected(shape: str, dtype: torch.dtype) -> list[Tensor]:
     """Per row (num_tokens, vocab_size): the float32 oracle with weights rounded to `dtype`, each row whole."""
     config = tiny_config(**SHAPES[shape][0])
@@ -102,7 +102,7 @@ def test_bf16_logits_are_no_further_off_than_torchs(shape: str, isa: Isa) -> Non
     assert error > 1e-4, "bf16 that rounds nothing"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def built(index: int) -> BuiltCase:
     return build(CASES[index])
 
