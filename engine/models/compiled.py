@@ -188,22 +188,24 @@ class CompiledModel:
         logits: np.ndarray = np.empty((len(batch.logits_indices), self.config.vocab_size), np.float32)
         self._buffer_array[len(self._buffers) - 1].data = logits.ctypes.data
         self._buffer_array[len(self._buffers) - 1].max_rows = len(logits)
-        ids = token_ids.numpy().astype(np.int32)
+        # What does not fit 32 bits stays outside the vocabulary.
+        ids = np.clip(token_ids.numpy(), -1, np.iinfo(np.int32).max).astype(np.int32)
         table = np.ascontiguousarray(batch.block_tables[0])
+        num_tokens, num_rows = len(ids), batch.num_rows
         arrays = BatchArrays(
-            num_tokens=batch.num_tokens,
-            num_rows=batch.num_rows,
-            num_samples=len(batch.logits_indices),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_samples=len(logits),
             num_copies=0,
             table_stride=table.shape[1],
             token_ids=ids.ctypes.data,
-            positions=batch.positions.ctypes.data,
-            query_start_loc=batch.query_start_loc.ctypes.data,
-            seq_lens=batch.seq_lens.ctypes.data,
-            block_table=table.ctypes.data,
-            logits_indices=batch.logits_indices.ctypes.data,
-            slot_mapping=batch.slot_mapping[0].ctypes.data,
-            copies=batch.copies.ctypes.data,
+            positions=_address("positions", batch.positions, num_tokens),
+            query_start_loc=_address("query_start_loc", batch.query_start_loc, num_rows + 1),
+            seq_lens=_address("seq_lens", batch.seq_lens, num_rows),
+            block_table=_address("block_tables", table, num_rows * table.shape[1]),
+            logits_indices=_address("logits_indices", batch.logits_indices, len(logits)),
+            slot_mapping=_address("slot_mapping", batch.slot_mapping[0], num_tokens, np.int64),
+            copies=0,  # the runner's
         )
         error = self._library.step(
             int(self.isa),
@@ -234,6 +236,13 @@ def _check_supported(config: ModelConfig, dtype: torch.dtype, isa: Isa) -> None:
             raise UnsupportedError(f"{name} {value} is odd")
     if not 2 <= config.head_dim <= 256:
         raise UnsupportedError(f"head_dim {config.head_dim} is above 256")
+
+
+def _address(name: str, array: np.ndarray, size: int, dtype: type[np.integer] = np.int32) -> int:
+    """Where the array's values lie. Raises ValueError when the library would read something else there."""
+    if array.size != size or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name}: {array.size} values of {array.dtype}, not {size} of {np.dtype(dtype)} in a row")
+    return array.ctypes.data
 
 
 def _bits(tensor: Tensor) -> np.ndarray:

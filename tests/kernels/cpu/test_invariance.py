@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def sequences(name: str) -> list[list[int]]:
     return prompts(np.random.default_rng(11), LENGTHS, model(name, torch.float32)[0].vocab_size)
 
 
-def run(name: str, dtype: torch.dtype, setting: Setting) -> Any:
+def run(name: str, dtype: torch.dtype, setting: Setting) -> AbstractContextManager[Rig]:
     config, tensors = model(name, dtype)
     return rig(config, tensors, setting)
 

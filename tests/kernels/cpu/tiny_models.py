@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32, seed
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.4) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
+        return torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
 
     def vector(size: int, mean: float) -> Tensor:
         return mean + 0.2 * torch.randn(size, generator=generator)
@@ -68,7 +69,7 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32, seed
         "v_proj": config.num_kv_heads * dim,
     }
     tensors = {
-        "model.embed_tokens.weight": matrix(config.vocab_size, hidden, hidden**0.5),
+        "model.embed_tokens.weight": matrix(config.vocab_size, hidden, math.sqrt(hidden)),
         "model.norm.weight": vector(hidden, 1.0),
         "lm_head.weight": matrix(config.vocab_size, hidden, 2.0),
     }
@@ -107,7 +108,12 @@ class Rig:
     def forward(self, batch: Batch) -> Tensor:
         """(num_samples, vocab_size) float32."""
         with torch.inference_mode():
-            return self.model.forward(torch.from_numpy(batch.token_ids).to(torch.int64), batch, self.pool.tensor)
+            logits: Tensor = self.model.forward(self.token_ids(batch), batch, self.pool.tensor)
+        return logits
+
+    @staticmethod
+    def token_ids(batch: Batch) -> Tensor:
+        return torch.from_numpy(batch.token_ids).to(torch.int64)  # (num_tokens,)
 
     def step(self, work: Sequence[tuple[Row, int]]) -> None:
         """Compute so many further tokens of each row and keep all their logits."""
