@@ -55,7 +55,8 @@ class StoreLimits:
         enough that a deadline keeps a useful front.
     put_queue_bytes: waiting to be written, per tier; 256 MiB is some 700 blocks of a 135M model, a fraction of
         a second of NVMe.
-    put_budget_s: for one piece to be written; saves hold device blocks, so a silent tier must give them back.
+    put_budget_s: for one piece to be written, beyond the time its bytes take at floor_bytes_per_s. Saves hold device
+        blocks, so with a full pool the next request waits this long for a silent tier: as long as for a load, 1 s.
     floor_bytes_per_s: the slowest medium worth waiting for: a load's budget grows by its bytes over this. Infinite: the
         budget is the whole time, whatever the size.
     lookup_share: of the load budget, the most that a lookup may take.
@@ -65,7 +66,7 @@ class StoreLimits:
 
     piece_bytes: int = 4 * MIB
     put_queue_bytes: int = 256 * MIB
-    put_budget_s: float = 5.0
+    put_budget_s: float = 1.0
     floor_bytes_per_s: float = 128 * MIB
     lookup_share: float = 0.25
     slow_s: float = 0.25

@@ -1,7 +1,8 @@
 """Writing: one queue per tier, bounded in bytes, emptied head first by one thread; and the job that spans the tiers.
 
 When a queue is full the newest block is dropped, and with it the rest of its chain, now and later: a block whose parent
-is missing would never be found. Nothing is copied here: sources belong to the caller until the job is done.
+is missing would never be found. When a tier lets the whole time of a piece pass, what waits behind it is dropped too.
+Nothing is copied here: sources belong to the caller until the job is done.
 """
 
 from __future__ import annotations
@@ -135,11 +136,17 @@ class PutQueue:
         """Refuse and drop everything that is not being written now. Idempotent."""
         with self._lock:
             self._is_closed = True
-            refused, self._queue = list(self._queue), deque()
-            self._queued_bytes -= sum(len(put.write.source) for put in refused)
-            self._num_dropped += len(refused)
-        for put in refused:
+        for put in self._take_queue():
             put.settle(BlockStatus.DROPPED)
+
+    def _take_queue(self) -> list[QueuedPut]:
+        """Everything that is not being written now, as dropped; the caller settles it. Children to come of what is
+        dropped here are not refused: when they do come, the tier may be well again."""
+        with self._lock:
+            taken, self._queue = list(self._queue), deque()
+            self._queued_bytes -= sum(len(put.write.source) for put in taken)
+            self._num_dropped += len(taken)
+        return taken
 
     def check(self) -> None:
         """Raise AssertionError when the account of bytes is wrong."""
@@ -176,6 +183,8 @@ class PutQueue:
         """Second phase: write it, settle its blocks, queue again behind the tier's other work."""
         budget_s = self._limits.put_budget_s + nbytes / self._limits.floor_bytes_per_s
         statuses = self.port.put([put.write for put in piece], self._clock() + budget_s)
+        is_silent = all(status is BlockStatus.TIMEOUT for status in statuses)
+        behind = self._take_queue() if is_silent else []
         with self._lock:
             self._queued_bytes -= nbytes
             for put, status in zip(piece, statuses, strict=True):
@@ -183,6 +192,8 @@ class PutQueue:
                     self._remember_drop(put.write.name.key)
         for put, status in zip(piece, statuses, strict=True):
             put.settle(status)
+        for put in behind:
+            put.settle(BlockStatus.DROPPED)
         self.port.write_executor.submit(self._take)
         return None
 
