@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetier.kernels.cpu.library import BatchArrays, Buffer, Dtype, Isa, Model, Op, OpKind, aligned_bytes
+from pagetier.kernels.cpu.library import BatchArrays, Buffer, Dtype, Isa, Library, Model, Op, OpKind
 from tests.kernels.cpu.tiny_models import library
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
@@ -38,6 +38,7 @@ class Case:
     eps: float = 1e-5
     num_threads: int = 1
     frequencies: Tensor | None = None
+    core: Library = field(default_factory=library)
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +57,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 
 def packed(case: Case, weight: Tensor) -> np.ndarray:
-    return library().pack(case.isa, bits(weight), DTYPES[weight.dtype])
+    return case.core.pack(case.isa, bits(weight), DTYPES[weight.dtype])
 
 
 def run_op(case: Case, kind: OpKind, in_: Tensor | None, out: Tensor, **fields: Any) -> Tensor:
@@ -124,13 +125,11 @@ def _step(case: Case, ops: Any, buffers: Any) -> None:
         slot_mapping=slot_mapping.ctypes.data,
         copies=copies.ctypes.data,
     )
-    threads = library().create_threads(case.num_threads)
+    threads = case.core.create_threads(case.num_threads)
     try:
-        scratch = aligned_bytes(library().scratch_bytes(model, threads))
-        error = library().step(
-            int(case.isa), c.byref(model), c.byref(batch), threads, scratch.ctypes.data, c.c_void_p(None)
-        )
+        scratch = torch.empty(case.core.scratch_bytes(model, threads), dtype=torch.uint8)  # 64-aligned, no byte more
+        error = case.core.step(int(case.isa), c.byref(model), c.byref(batch), threads, scratch.data_ptr(), None)
     finally:
-        library().destroy_threads(threads)
+        case.core.destroy_threads(threads)
     if error:
-        raise ValueError(library().error_text(error))
+        raise ValueError(case.core.error_text(error))

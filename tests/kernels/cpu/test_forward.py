@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,31 +14,11 @@ from torch import Tensor
 from pagetier.engine.models.config import ModelConfig, RopeConfig
 from pagetier.kernels.cpu.library import Isa
 from tests.engine.model_cases import CASES, BuiltCase, build
-from tests.kernels.cpu.tiny_models import Setting, levels, prompts, random_tensors, rig, tiny_config
+from tests.kernels.cpu.tiny_models import SHAPES, Setting, levels, prompts, random_tensors, rig, tiny_config
 
 every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
 LENGTHS = (1, 70, 33, 16, 45, 2)
 
-SHAPES: dict[str, tuple[dict[str, Any], int]] = {
-    "head_32_block_8": ({"head_dim": 32}, 8),
-    "head_80_block_16": ({"head_dim": 80, "num_heads": 4, "num_kv_heads": 2}, 16),
-    "head_96_block_32": ({"head_dim": 96, "num_heads": 4, "num_kv_heads": 1}, 32),
-    "head_128_mha": ({"head_dim": 128, "num_heads": 3, "num_kv_heads": 3}, 16),
-    "head_256_mqa_block_64": ({"head_dim": 256, "num_heads": 4, "num_kv_heads": 1}, 64),
-    "head_12_not_a_vector": ({"head_dim": 12, "num_heads": 4, "num_kv_heads": 2}, 16),
-    "head_50_odd_block": ({"head_dim": 50, "num_heads": 2, "num_kv_heads": 1}, 13),
-    "group_of_7": ({"num_heads": 14, "num_kv_heads": 2}, 16),
-    "group_of_56": ({"num_heads": 56, "num_kv_heads": 1, "head_dim": 16}, 16),
-    "window_1": ({"sliding_window": 1}, 8),
-    "window_19": ({"sliding_window": 19}, 8),
-    "window_64": ({"sliding_window": 64}, 16),
-    "vocab_3": ({"vocab_size": 3}, 16),
-    "odd_widths": ({"vocab_size": 257, "hidden_size": 54, "intermediate_size": 77}, 16),
-    "qwen2": ({"qkv_bias": True, "tie_word_embeddings": True}, 16),
-    "qwen3": ({"qk_norm": True, "head_dim": 128, "num_heads": 4}, 16),
-    "all_biases": ({"qkv_bias": True, "o_bias": True, "mlp_bias": True}, 16),
-    "one_layer": ({"num_layers": 1, "tie_word_embeddings": True}, 16),
-}
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
