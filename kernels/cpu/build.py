@@ -41,9 +41,14 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def library_name() -> str:
+    """The file name of the library for these sources."""
+    return f"libpagetier_cpu-{source_digest()}.so"
+
+
 def library_path(cache: Path) -> Path:
     """The library for these sources, compiled into `cache` if there is none yet (some 20 s). Raises BuildError."""
-    name = f"libpagetier_cpu-{source_digest()}.so"
+    name = library_name()
     for candidate in (SOURCES / name, cache / name):
         if candidate.is_file():
             return candidate
