@@ -13,7 +13,7 @@ from pagetier.connectors.base import Connector
 from pagetier.connectors.cuda_blocks import CudaStaging
 from pagetier.connectors.local import LocalConnector
 from pagetier.connectors.staged import StagedConnector
-from pagetier.engine.config import DEVICES, DTYPES, EngineConfig
+from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
 from pagetier.engine.identity import cache_identity
@@ -35,8 +35,6 @@ from pagetier.kvstore.store import TieredStore, open_store
 
 logger = logging.getLogger(__name__)
 
-CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
-
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -44,7 +42,7 @@ class ServeConfig:
 
     kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
     threads: that run the model on a CPU; 0 is one for each core this process may use. cpu_kernels: the compiled core's
-    highest instruction-set level, `auto` for the machine's best, `torch` for none of it.
+    instruction-set level, `auto` for the machine's best, `torch` for none of it.
     gpu_memory_utilization: share of a GPU that weights and pool may take together. max_model_len: None is the model's.
     """
 
@@ -201,22 +199,35 @@ def _build_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePool, 
         return Llama(checkpoint.config, checkpoint.tensors, pool.device)
     if config.cpu_kernels not in CPU_KERNELS:
         raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, ", ".join(CPU_KERNELS))
-    num_threads = config.threads or len(os.sched_getaffinity(0))
+    if not 0 <= config.threads <= MAX_THREADS:
+        raise ConfigError.bad_value("--threads", config.threads, f"0 to {MAX_THREADS}")
     if config.cpu_kernels != "torch":
         try:
-            library = Library(library_path(kernels_dir()))
-            return CompiledModel(
-                checkpoint.config,
-                checkpoint.tensors,
-                pool,
-                library,
-                max_tokens=max_tokens,
-                num_threads=num_threads,
-                limit=Isa.AMX if config.cpu_kernels == "auto" else Isa[config.cpu_kernels.upper()],
-            )
+            return _compiled_model(config, checkpoint, pool, max_tokens)
         except (BuildError, OSError, UnsupportedError) as error:
             logger.warning("the compiled CPU core does not serve: %s; torch does instead, several times slower", error)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     return Llama(checkpoint.config, checkpoint.tensors)
+
+
+def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePool, max_tokens: int) -> CompiledModel:
+    """Raises ConfigError for a level that this machine lacks: a lower one would share no cache with the one named."""
+    library = Library(library_path(kernels_dir()))
+    limit = Isa.AMX if config.cpu_kernels == "auto" else Isa[config.cpu_kernels.upper()]
+    best = library.best_isa(limit)
+    if config.cpu_kernels != "auto" and best != limit:
+        allowed = ", ".join(("auto", *(level.name.lower() for level in Isa if Isa.NONE < level <= best), "torch"))
+        raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, f"what this machine runs: {allowed}")
+    return CompiledModel(
+        checkpoint.config,
+        checkpoint.tensors,
+        pool,
+        library,
+        max_tokens=max_tokens,
+        num_threads=config.threads or len(os.sched_getaffinity(0)),
+        limit=limit,
+    )
 
 
 def _connector(store: TieredStore, pool: DevicePool) -> Connector:

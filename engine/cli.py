@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 
 from pagetier import __version__
-from pagetier.engine.config import DTYPES
+from pagetier.engine.config import CPU_KERNELS, DTYPES, MAX_THREADS
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.engine.serve_flags import ServeFlags, engine_fields
+from pagetier.engine.serve_flags import CPU_KERNELS_HELP, THREADS_HELP, ServeFlags, engine_fields
 from pagetier.kvstore.config import StoreConfig, default_redis_url
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
@@ -113,6 +113,8 @@ class GenerateFlags:
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")] = False
     dtype: Annotated[str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}.")] = "auto"
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto"
+    threads: Annotated[int, typer.Option("--threads", help=THREADS_HELP, min=0, max=MAX_THREADS)] = 0
+    cpu_kernels: Annotated[str, typer.Option("--cpu-kernels", help=CPU_KERNELS_HELP)] = "auto"
     kv_tier: Annotated[str, typer.Option("--kv-tier", help="KV tiers below the device, e.g. nvme,redis.")] = ""
     max_tokens: Annotated[int, _sampling("--max-tokens", "Longest output.", min=1)] = 128
     temperature: Annotated[float, _sampling("--temperature", "0 is greedy.")] = 0.0
@@ -158,9 +160,13 @@ def generate(flags: GenerateFlags) -> None:
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     if not prompt:
         raise ConfigError.bad_value("--prompt", prompt, "at least one character")
+    if flags.cpu_kernels not in CPU_KERNELS:
+        raise ConfigError.bad_value("--cpu-kernels", flags.cpu_kernels, ", ".join(CPU_KERNELS))
     from pagetier.engine.llm import LLM
 
-    with LLM(flags.model, kv_tier=tiers, dtype=flags.dtype, device=flags.device, redis_url=redis_url) as llm:
+    options: dict[str, Any] = {"dtype": flags.dtype, "device": flags.device, "redis_url": redis_url}
+    options |= {"threads": flags.threads, "cpu_kernels": flags.cpu_kernels}
+    with LLM(flags.model, kv_tier=tiers, **options) as llm:
         start_s = time.monotonic()
         answer = (
             llm.chat([{"role": "user", "content": prompt}], params) if flags.chat else llm.generate(prompt, params)[0]

@@ -8,6 +8,8 @@ from pagetier.kvstore.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)

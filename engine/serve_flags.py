@@ -11,12 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.engine.config import DEVICES, DTYPES
+from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
 
 MODEL, SERVER, SCHEDULER, CACHE, TIERS = "Model", "Server", "Scheduler", "KV cache on the device", "KV tiers below it"
+
+THREADS_HELP = "Threads of the model on a CPU; 0: one per core it may use. More than there are free cores is slower."
+CPU_KERNELS_HELP = (
+    f"{', '.join(CPU_KERNELS)}: the best level this CPU has, that level (replicas on unlike CPUs share KV only at the "
+    "same one), or torch's modules, several times slower."
+)
 
 
 def _option(*names: str, panel: str, text: str, **more: Any) -> Any:
@@ -35,6 +41,8 @@ class ServeFlags:
     ] = None
     dtype: Annotated[str, _option("--dtype", panel=MODEL, text=f"{', '.join(DTYPES)}.")] = "auto"
     device: Annotated[str, _option("--device", panel=MODEL, text=f"{', '.join(DEVICES)}.")] = "auto"
+    threads: Annotated[int, _option("--threads", panel=MODEL, text=THREADS_HELP, min=0, max=MAX_THREADS)] = 0
+    cpu_kernels: Annotated[str, _option("--cpu-kernels", panel=MODEL, text=CPU_KERNELS_HELP)] = "auto"
     max_model_len: Annotated[
         int | None, _option("--max-model-len", panel=MODEL, text="Longest prompt + output, tokens.", min=2)
     ] = None
@@ -197,6 +205,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
     for flag, value, allowed in (
         ("--dtype", flags.dtype, DTYPES),
         ("--device", flags.device, DEVICES),
+        ("--cpu-kernels", flags.cpu_kernels, CPU_KERNELS),
         ("--engine-process", flags.engine_process, ("auto", "on", "off")),
     ):
         if value not in allowed:
@@ -206,6 +215,8 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "model": flags.model,
         "dtype": flags.dtype,
         "device": flags.device,
+        "threads": flags.threads,
+        "cpu_kernels": flags.cpu_kernels,
         "block_size": flags.block_size,
         "max_model_len": flags.max_model_len,
         "allow_long_context": flags.allow_long_context,

@@ -1,0 +1,100 @@
+"""Which model serves: the compiled core where it can, else torch and one warning that says why."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagetier.engine.config import CPU_KERNELS
+from pagetier.engine.llm import LLM
+from pagetier.engine.sampling_params import SamplingParams
+from pagetier.kernels.cpu.build import library_path
+from pagetier.kernels.cpu.library import Isa, Library
+from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.places import kernels_dir
+from tests.engine.checkpoints import byte_level_tokenizer, hf_model, tokenizer_fields, write_gguf
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(path, hf_model("LlamaForCausalLM"), **tokenizer_fields(byte_level_tokenizer()))
+    return path
+
+
+def answer(checkpoint: Path, **options: Any) -> tuple[list[int], bytes]:
+    """Greedy tokens, and the domain, which names what computed them."""
+    with LLM(str(checkpoint), dtype="float32", kv_cache_memory="1MiB", **options) as llm:
+        [output] = llm.generate([PROMPT], GREEDY)
+        return output.outputs[0].token_ids, llm.domain
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_a_compiler_torch_serves_and_one_warning_says_so(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled, compiled_domain = answer(checkpoint)
+    assert warnings(caplog) == []
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PAGETIER_CACHE_DIR", str(tmp_path))
+    tokens, domain = answer(checkpoint)
+    assert tokens == compiled and domain != compiled_domain
+    [warning] = warnings(caplog)
+    assert warning == (
+        "the compiled CPU core does not serve: no C compiler found (looked for cc, gcc, clang); torch does instead, "
+        "several times slower"
+    )
+
+
+def test_torch_by_choice_is_no_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    try:
+        tokens, domain = answer(checkpoint, cpu_kernels="torch", threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert (tokens, domain) != answer(checkpoint) and tokens == answer(checkpoint)[0]
+    assert warnings(caplog) == []
+
+
+def test_each_level_has_a_domain_of_its_own(checkpoint: Path) -> None:
+    best = Library(library_path(kernels_dir())).best_isa()
+    levels = [level.name.lower() for level in Isa if Isa.NONE < level <= best]
+    answers = [answer(checkpoint, cpu_kernels=level, threads=2) for level in levels]
+    assert len({tuple(tokens) for tokens, _ in answers}) == 1
+    assert len({domain for _, domain in answers}) == len(levels)
+    assert answer(checkpoint) == answers[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cpu_kernels": "sse"}, "--cpu-kernels: got 'sse'; allowed: auto, avx2, avx512, avx512_bf16, torch"),
+        ({"threads": -1}, "--threads: got -1; allowed: 0 to 1024"),
+        ({"threads": 1025}, "--threads: got 1025; allowed: 0 to 1024"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        answer(checkpoint, **options)
+
+
+def test_a_level_that_this_machine_lacks_is_refused(checkpoint: Path) -> None:
+    best = Library(library_path(kernels_dir())).best_isa()
+    lacking = [name for name in CPU_KERNELS if name.upper() in Isa.__members__ and Isa[name.upper()] > best]
+    if not lacking:
+        pytest.skip("this machine has every level")
+    with pytest.raises(
+        ConfigError, match=f"--cpu-kernels: got '{lacking[0]}'; allowed: what this machine runs: auto, "
+    ):
+        answer(checkpoint, cpu_kernels=lacking[0])
