@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagetier.engine.weights.loader import load_checkpoint
 from pagetier.kernels.cpu.library import Isa
+from tests.engine.server.real_server import model_path
 from tests.kernels.cpu.tiny_models import Rig, Setting, levels, prompts, random_tensors, rig, tiny_config
 
 every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
@@ -129,3 +131,26 @@ def test_long_contexts_are_cut_into_splits_without_a_trace(dtype: torch.dtype, i
         expected = logits(2498, 2, 1)
         for num_rows in (1, 3, 30):
             assert torch.equal(logits(2499, 1, num_rows), expected.expand(num_rows, -1)), f"{num_rows} rows"
+
+
+@pytest.mark.slow
+@every_level
+@every_dtype
+def test_the_default_model_is_invariant_too(dtype: torch.dtype, isa: Isa) -> None:
+    """SmolLM2's own widths: 64 rows together, in random mixed batches on two threads, against each alone on one."""
+    checkpoint = load_checkpoint(model_path(), str(dtype).removeprefix("torch."))
+    rng = np.random.default_rng(1)
+    ids = prompts(rng, [*rng.integers(1, 12, 63).tolist(), 90], checkpoint.config.vocab_size)
+    expected: list[Tensor] = []
+    for num_threads, shuffled in ((1, None), (2, rng)):
+        setting = Setting(isa, 16, 80, num_threads=num_threads, max_tokens=512, rng=shuffled)
+        with rig(checkpoint.config, checkpoint.tensors, setting) as at:
+            for row_ids in ids:
+                row = at.add(row_ids)
+                if shuffled is None:
+                    at.step([(row, len(row_ids))])
+            if shuffled is None:
+                expected = at.logits()
+            else:
+                at.run_randomly(rng, sizes=(1, 3, 40))
+                assert_same_bits(at, expected)
