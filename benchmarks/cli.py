@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -33,16 +34,39 @@ class Bench:
     full_minutes: float
 
     def run(self, full: bool, say: Say) -> Sequence[Row]:
+        run: Callable[[bool, Say], Sequence[Row]] = self._loaded().run
+        return run(full, say)
+
+    def draw(self, report: Report, folder: Path) -> Path:
+        """The picture of a report: the module's own `draw` where it has one, else bars by unit."""
+        picture: Callable[[Report, Path], Path] = getattr(self._loaded(), "draw", draw)
+        return picture(report, folder)
+
+    def _loaded(self) -> ModuleType:
         try:
-            run: Callable[[bool, Say], Sequence[Row]] = importlib.import_module(self.module).run
+            return importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name and error.name.startswith("pagetier"):
                 raise
             raise ConfigError(f"this benchmark needs {error.name}: pip install 'pagetier[bench]'") from error
-        return run(full, say)
 
 
 BENCHES = {
+    "limits": Bench(
+        "what this machine can do at most: memory, multiply-adds, disk, Redis",
+        "pagetier.benchmarks.limits.bench",
+        full_minutes=3,
+    ),
+    "cpu": Bench(
+        "on a CPU the engine is ahead of every CPU peer and near the machine's own limits",
+        "pagetier.benchmarks.cpu.bench",
+        full_minutes=35,
+    ),
+    "profile": Bench(
+        "where the time of a decode step and of a prefill step goes",
+        "pagetier.benchmarks.profile",
+        full_minutes=2,
+    ),
     "spine": Bench(
         "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
         "pagetier.benchmarks.spine",
@@ -105,7 +129,7 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
         print_report(report, Console())
     stderr.print(f"appended to {kept}")
     if options.plot is not None:
-        stderr.print(f"drawn to {draw(report, options.plot)}")
+        stderr.print(f"drawn to {chosen.draw(report, options.plot)}")
     return report.exit_code
 
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagetier.benchmarks.limits.program import Clock, DiskLimits, LimitsError, LimitsProgram, MemoryLimits, PeakLimits
+from pagetier.benchmarks.limits.program import Clock, DiskLimits, LimitsError, LimitsProgram, PeakLimits
 from pagetier.benchmarks.limits.redis_limits import measure_redis
 from pagetier.benchmarks.pairing import wait_until_idle
 from pagetier.benchmarks.report import Row, num_cores
@@ -40,7 +40,9 @@ def run(full: bool, say: Callable[[str], None]) -> list[Row]:
         for pinned in (False, True) if full else (False,):
             clock = Clock(threads, seconds, runs, pinned)
             suffix = f"threads_{threads}{'_pinned' if pinned else ''}"
-            rows += memory_rows(suffix, program.memory(clock), note)
+            rows.append(best(f"memory_read_{suffix}", program.read(clock), 1e9, "GB/s", note))
+            copied = _joined("each byte counted once", note)
+            rows.append(best(f"memory_copy_{suffix}", program.copy(clock), 1e9, "GB/s", copied))
             rows += peak_rows(suffix, program.peak(clock), note)
     say("disk and Redis")
     return [*rows, *disk_rows(program, seconds, runs, note), *redis_rows(seconds, note)]
@@ -50,13 +52,6 @@ def best(name: str, values: Sequence[float], scale: float, unit: str, note: str)
     """A ceiling: the best run, and the middle one as p50."""
     scaled = [value / scale for value in values]
     return Row(name, max(scaled), unit, p50=statistics.median(scaled), runs=len(scaled), note=note)
-
-
-def memory_rows(suffix: str, found: MemoryLimits, note: str) -> list[Row]:
-    return [
-        best(f"memory_read_{suffix}", found.read, 1e9, "GB/s", note),
-        best(f"memory_copy_{suffix}", found.copy, 1e9, "GB/s", _joined("each byte counted once", note)),
-    ]
 
 
 def peak_rows(suffix: str, found: PeakLimits, note: str) -> list[Row]:

@@ -1,6 +1,7 @@
 /* What this machine can do at most, as one JSON object on stdout:
  *
- *   limits memory THREADS PINNED SECONDS RUNS BYTES           streaming read and copy, bytes/s; BYTES a thread
+ *   limits read   THREADS PINNED SECONDS RUNS BYTES           streaming read, bytes/s; BYTES a thread
+ *   limits copy   THREADS PINNED SECONDS RUNS BYTES           streaming copy, likewise; each byte counts once
  *   limits peak   THREADS PINNED SECONDS RUNS                 multiply-adds fed from L2, floating-point operations/s
  *   limits disk   DEPTH SECONDS RUNS BYTES BLOCK_BYTES PATH   O_DIRECT write and read of a new file PATH, bytes/s
  *
@@ -101,10 +102,10 @@ static double number(const char *text, double least, double most) {
 
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
-    if (!strcmp(what, "memory") && argc == 7) {
+    if ((!strcmp(what, "read") || !strcmp(what, "copy")) && argc == 7) {
         printf("{");
-        measure_memory((int)number(argv[2], 1, MAX_THREADS), (int)number(argv[3], 0, 1), number(argv[4], 1e-3, 60),
-                       (int)number(argv[5], 1, 100), (size_t)number(argv[6], 1 << 16, 1e12));
+        measure_memory(!strcmp(what, "copy"), (int)number(argv[2], 1, MAX_THREADS), (int)number(argv[3], 0, 1),
+                       number(argv[4], 1e-3, 60), (int)number(argv[5], 1, 100), (size_t)number(argv[6], 1 << 16, 1e12));
     } else if (!strcmp(what, "peak") && argc == 6) {
         printf("{");
         measure_peak((int)number(argv[2], 1, MAX_THREADS), (int)number(argv[3], 0, 1), number(argv[4], 1e-3, 60),
@@ -115,7 +116,7 @@ int main(int argc, char **argv) {
                      (int)number(argv[4], 1, 100), (size_t)number(argv[5], 4096, 1e13),
                      (size_t)number(argv[6], 4096, 1 << 30));
     } else {
-        fail("usage: memory THREADS PINNED SECONDS RUNS BYTES | peak THREADS PINNED SECONDS RUNS | "
+        fail("usage: read|copy THREADS PINNED SECONDS RUNS BYTES | peak THREADS PINNED SECONDS RUNS | "
              "disk DEPTH SECONDS RUNS BYTES BLOCK_BYTES PATH");
     }
     printf("}\n");

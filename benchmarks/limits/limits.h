@@ -39,7 +39,7 @@ void fail(const char *what);
 double team_rate(team *t, void (*prepare)(member *));
 
 /* Each prints the values of one JSON object, without its braces. */
-void measure_memory(int num_threads, int pinned, double seconds, int runs, size_t bytes);
+void measure_memory(int copies, int num_threads, int pinned, double seconds, int runs, size_t bytes);
 void measure_peak(int num_threads, int pinned, double seconds, int runs);
 void measure_disk(const char *path, int depth, double seconds, int runs, size_t file_bytes, size_t block_bytes);
 

@@ -75,18 +75,25 @@ static uint64_t (*best_read(void))(const char *, size_t) {
 
 static void (*best_copy(void))(char *, const char *, size_t) {
 #if defined(__x86_64__)
+    __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) return copy_avx2;
 #endif
     return copy_plain;
 }
 
-static void touch(member *m) {
+static void touch_from(member *m) {
     stream *s = m->data;
     s->at = 0;
     if (s->from != NULL) return;
     s->from = new_buffer(s->bytes);
-    s->to = new_buffer(s->bytes);
     memset(s->from, 1, s->bytes); /* untouched pages would all be the kernel's one page of zeros */
+}
+
+static void touch_both(member *m) {
+    stream *s = m->data;
+    touch_from(m);
+    if (s->to != NULL) return;
+    s->to = new_buffer(s->bytes);
     memset(s->to, 2, s->bytes);
 }
 
@@ -108,24 +115,18 @@ static void copy_piece(member *m) {
     advance(m, s);
 }
 
-void measure_memory(int num_threads, int pinned, double seconds, int runs, size_t bytes) {
+void measure_memory(int copies, int num_threads, int pinned, double seconds, int runs, size_t bytes) {
     static team t;
     static stream streams[MAX_THREADS];
-    double reads[100], copies[100];
+    double rates[100];
     t.num_threads = num_threads;
     t.pinned = pinned;
     t.seconds = seconds;
+    t.work = copies ? copy_piece : read_piece;
     for (int i = 0; i < num_threads; i++) {
         streams[i].bytes = bytes / PIECE * PIECE;
         t.members[i].data = &streams[i];
     }
-    for (int run = 0; run < runs; run++) {
-        t.work = read_piece;
-        reads[run] = team_rate(&t, touch);
-        t.work = copy_piece;
-        copies[run] = team_rate(&t, touch);
-    }
-    print_list("read_bytes_per_s", reads, runs);
-    printf(", ");
-    print_list("copy_bytes_per_s", copies, runs);
+    for (int run = 0; run < runs; run++) rates[run] = team_rate(&t, copies ? touch_both : touch_from);
+    print_list("bytes_per_s", rates, runs);
 }

@@ -39,14 +39,6 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """Bytes per second, one value a run. copy: each byte counted once."""
-
-    read: tuple[float, ...]
-    copy: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PeakLimits:
     """Floating-point operations per second, one value a run, and by which instructions. Empty where there are none."""
 
@@ -73,10 +65,13 @@ class LimitsProgram:
         if not self.path.is_file():
             _compile(self.path)
 
-    def memory(self, clock: Clock, buffer_bytes: int = BUFFER_BYTES) -> MemoryLimits:
-        """Streaming read and copy by threads with buffers of their own, two of `buffer_bytes` each."""
-        found = self._run("memory", *clock.words, str(buffer_bytes))
-        return MemoryLimits(tuple(found["read_bytes_per_s"]), tuple(found["copy_bytes_per_s"]))
+    def read(self, clock: Clock, buffer_bytes: int = BUFFER_BYTES) -> tuple[float, ...]:
+        """Bytes per second of streaming reads, each thread through a buffer of its own; one value a run."""
+        return tuple(self._run("read", *clock.words, str(buffer_bytes))["bytes_per_s"])
+
+    def copy(self, clock: Clock, buffer_bytes: int = BUFFER_BYTES) -> tuple[float, ...]:
+        """As `read`, for copies from one buffer to another; each byte counts once."""
+        return tuple(self._run("copy", *clock.words, str(buffer_bytes))["bytes_per_s"])
 
     def peak(self, clock: Clock) -> PeakLimits:
         """Multiply-adds fed from L2 in the machine's best bf16 path and in fp32."""

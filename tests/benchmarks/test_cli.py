@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pagetier.benchmarks.cli import BENCHES, Bench, Options, Say, bench, execute
-from pagetier.benchmarks.report import Row
+from pagetier.benchmarks.plot import draw
+from pagetier.benchmarks.report import Report, Row
 from pagetier.kvstore.errors import ConfigError
 
 
@@ -24,6 +25,9 @@ class FixedBench(Bench):
     def run(self, full: bool, say: Say) -> Sequence[Row]:
         say(f"full={full}")
         return self.rows
+
+    def draw(self, report: Report, folder: Path) -> Path:
+        return draw(report, folder)
 
 
 def fixed(*rows: Row) -> dict[str, Bench]:

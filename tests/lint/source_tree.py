@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "kvstore", "kernels", "connectors", "engine", "benchmarks")
 LOOSE = ("conftest.py", "hatch_build.py", "src/pagetier/__init__.py", "src/pagetier/cli.py")
-NOT_OURS = ("benchmarks/results/", "benchmarks/peers/")  # data, and what other projects' set-ups leave there
+NOT_OURS = ("benchmarks/results/", "benchmarks/peers/")  # data, and scripts that run in other projects' environments
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import pytest
 
 from tests.lint.source_tree import (
     FOLDERS,
-    NOT_OURS,
     ROOT,
     Import,
     imports_of,
@@ -156,6 +155,16 @@ def test_tests_are_not_kept_in_the_product() -> None:
     assert not inside, f"tests belong in tests/: {inside}"
 
 
-def test_folders_that_are_not_ours_hold_no_module() -> None:
-    modules = [relative(path) for prefix in NOT_OURS for path in sorted((ROOT / prefix).rglob("*.py"))]
+def test_results_hold_no_module() -> None:
+    modules = [relative(path) for path in sorted((ROOT / "benchmarks" / "results").rglob("*.py"))]
     assert not modules, f"the wheel leaves these out: {modules}"
+
+
+def test_peers_are_never_imported() -> None:
+    users = [
+        f"{relative(path)}:{found.line}"
+        for path in (*product_files(), *suite_files())
+        for found in imports_of(path)
+        if found.module.startswith("pagetier.benchmarks.peers")
+    ]
+    assert not users, f"the wheel leaves benchmarks/peers out, and its scripts run elsewhere: {users}"

@@ -1,0 +1,1 @@
+"""`pagetier bench cpu`: the CPU engine against its peers, the machine and its own promises."""
