@@ -118,17 +118,38 @@ static int32_t check_batch(const pt_model *m, const pt_batch *b) {
     return 0;
 }
 
+/* Buffer `index` has rows of `width` values of `dtype` (-1: either). */
+static int32_t holds(const pt_model *m, int32_t index, int64_t width, int32_t dtype) {
+    return m->buffers[index].width >= width && (dtype < 0 || m->buffers[index].dtype == dtype);
+}
+
+static int32_t op_fits(const pt_model *m, const pt_op *op) {
+    const int64_t q = (int64_t)m->num_heads * m->head_dim, qkv = q + 2 * (int64_t)m->num_kv_heads * m->head_dim;
+    switch (op->kind) {
+    case PT_OP_EMBED: return holds(m, op->out, op->n, PT_F32);
+    case PT_OP_NORM: return holds(m, op->in, op->n, PT_F32) && holds(m, op->out, op->n, -1);
+    case PT_OP_GEMM: /* rows are read in pairs of values */
+        return holds(m, op->in, op->k + (m->dtype == PT_BF16 ? op->k % 2 : 0), m->dtype) &&
+               holds(m, op->out, op->n, op->accumulate ? PT_F32 : -1);
+    case PT_OP_HEAD_NORM:
+    case PT_OP_ROPE_KV: return holds(m, op->out, qkv, PT_F32);
+    case PT_OP_ATTENTION: return holds(m, op->in, qkv, PT_F32) && holds(m, op->out, q, m->dtype);
+    case PT_OP_SILU_MUL: return holds(m, op->in, 2 * (int64_t)op->n, PT_F32) && holds(m, op->out, op->n, -1);
+    case PT_OP_GATHER: return holds(m, op->in, op->n, -1) && holds(m, op->out, op->n, m->buffers[op->in].dtype);
+    default: return 0;
+    }
+}
+
 static int32_t check_ops(const pt_model *m, const pt_batch *b) {
     for (int32_t i = 0; i < m->num_ops; i++) {
         const pt_op *op = &m->ops[i];
         const int64_t rows = op->per_sample ? b->num_samples : b->num_tokens;
-        if (op->kind < PT_OP_EMBED || op->kind > PT_OP_GATHER || op->layer < 0 || op->layer >= m->num_layers) return ERR_OP;
+        if (op->layer < 0 || op->layer >= m->num_layers || op->n < 0 || op->k < 0) return ERR_OP;
         if (op->in < -1 || op->in >= m->num_buffers || op->out < 0 || op->out >= m->num_buffers) return ERR_OP;
         if (op->in < 0 && op->kind != PT_OP_EMBED) return ERR_OP;
         if (m->buffers[op->out].max_rows < rows) return ERR_SHAPE;
-        if (op->kind == PT_OP_GEMM && (m->buffers[op->in].width < op->k || m->buffers[op->out].width < op->n ||
-                                       m->buffers[op->in].dtype != m->dtype))
-            return ERR_OP;
+        if (op->in >= 0 && m->buffers[op->in].max_rows < (op->kind == PT_OP_GATHER ? b->num_tokens : rows)) return ERR_SHAPE;
+        if (!op_fits(m, op)) return ERR_OP;
     }
     return 0;
 }

@@ -163,6 +163,41 @@ def test_copies_outside_the_pool_are_refused(place: int, value: int) -> None:
         copying([(2, 3, 4), (copy[0], copy[1], copy[2])])
 
 
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "in_", "out", "fields"),
+    [
+        (OpKind.EMBED, F32, None, (4, F32), {"n": 5}),
+        (OpKind.EMBED, BF16, None, (4, BF16), {}),
+        (OpKind.NORM, F32, (3, F32), (4, F32), {}),
+        (OpKind.NORM, BF16, (4, BF16), (4, BF16), {}),
+        (OpKind.GEMM, F32, (4, F32), (4, F32), {"k": 5}),
+        (OpKind.GEMM, BF16, (5, BF16), (4, F32), {"k": 5}),  # an odd width is read as pairs
+        (OpKind.GEMM, BF16, (4, F32), (4, F32), {"k": 4}),
+        (OpKind.GEMM, F32, (4, F32), (4, BF16), {"k": 4, "accumulate": 1}),
+        (OpKind.HEAD_NORM, F32, (11, F32), (11, F32), {"n": 4}),
+        (OpKind.ROPE_KV, BF16, (12, BF16), (12, BF16), {"n": 4}),
+        (OpKind.ATTENTION, F32, (11, F32), (4, F32), {}),
+        (OpKind.ATTENTION, BF16, (12, F32), (4, F32), {}),
+        (OpKind.SILU_MUL, F32, (7, F32), (4, F32), {}),
+        (OpKind.GATHER, F32, (4, F32), (4, BF16), {}),
+        (OpKind.NORM, F32, (4, F32), (4, F32), {"layer": 1}),
+        (OpKind.NORM, F32, (4, F32), (4, F32), {"n": -1}),
+        (8, F32, (4, F32), (4, F32), {}),
+    ],
+)
+def test_ops_that_do_not_fit_their_buffers_are_refused(
+    kind: OpKind, dtype: torch.dtype, in_: tuple[int, torch.dtype] | None, out: tuple[int, torch.dtype], fields: Any
+) -> None:
+    """One head of 4 values, one kv head: qkv rows are 12 wide."""
+    case = Case(levels()[-1], dtype, torch.zeros(1, 1, 2, 1, 8, 4, dtype=dtype), [[0]], [(0, 2)], samples=[0, 1])
+    source = None if in_ is None else torch.zeros(2, in_[0], dtype=in_[1])
+    with pytest.raises(ValueError, match="an op that is unknown or does not fit its buffers"):
+        run_op(case, kind, source, torch.zeros(2, out[0], dtype=out[1]), weight=np.zeros(2048, np.float32), **fields)
+
+
 @pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e38])
