@@ -18,10 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """From one INFO. `capacity_bytes` is maxmemory, 0 for unbounded; `evictions` counts since that server's start."""
+    """From one INFO. `records`: keys that expire, which records do and identities do not. `capacity_bytes` is
+    maxmemory, 0 for unbounded; `evictions` counts since that server's start.
+    """
 
     run_id: str
-    keys: int
+    records: int
     nbytes: int
     capacity_bytes: int
     evictions: int
@@ -38,7 +40,7 @@ def parse_info(text: bytes, db: int) -> ServerState:
 
     nbytes = number("used_memory_dataset") or number("used_memory")
     return ServerState(
-        fields.get("run_id", ""), number("keys", keyspace), nbytes, number("maxmemory"), number("evicted_keys")
+        fields.get("run_id", ""), number("expires", keyspace), nbytes, number("maxmemory"), number("evicted_keys")
     )
 
 
@@ -136,7 +138,7 @@ class Account:
             if state is not None:
                 capacity_bytes = state.capacity_bytes
                 evictions = self._evictions + state.evictions - self._evictions_before
-                blocks, nbytes = blocks + state.keys, nbytes + state.nbytes
+                blocks, nbytes = blocks + state.records, nbytes + state.nbytes
             return TierCounters(
                 blocks=max(blocks, 0),
                 nbytes=min(nbytes, capacity_bytes) if capacity_bytes else nbytes,

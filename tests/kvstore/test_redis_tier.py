@@ -407,6 +407,18 @@ def test_a_url_that_cannot_work_is_refused_at_once(url: str, named: str) -> None
         RedisTier(url, DOMAIN)
 
 
+def test_identities_are_not_counted_as_blocks(valkey: Valkey) -> None:  # noqa: F811
+    tier = RedisTier(valkey.url, DOMAIN)
+    tier.put_identity(DOMAIN, b"identity")
+    names = chain(3, seed=33)
+    assert put(tier, names) == [OK] * 3
+    tier.close()
+    other = RedisTier(valkey.url, DOMAIN)
+    assert other.lookup(addresses(names), soon()) == 3  # its first call brings the server's own figures
+    assert other.counters().blocks == 3
+    other.close()
+
+
 def test_a_ttl_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-redis-ttl"):
         RedisTier("redis://localhost", DOMAIN, ttl_s=0)
