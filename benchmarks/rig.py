@@ -56,8 +56,9 @@ class Weights:
         rows that are sampled go on."""
         per_token = per_sample = 0
         last = f"model.layers.{self.config.num_layers - 1}."
+        unused = "lm_head" if self.config.tie_word_embeddings else "embed_tokens"
         for name, tensor in self.tensors.items():
-            if tensor.dim() != 2 or ("embed_tokens" in name and not self.config.tie_word_embeddings):
+            if tensor.dim() != 2 or unused in name:
                 continue
             sampled = not name.startswith("model.layers.") or (name.startswith(last) and not _is_qkv(name))
             per_sample += tensor.numel() if sampled else 0

@@ -17,6 +17,7 @@ from pagetier.benchmarks.cpu.invariance import FULL, QUICK, invariance_row
 from pagetier.benchmarks.cpu.neighbours import neighbours_row
 from pagetier.benchmarks.cpu.overhead import memory_row, non_kernel_row, plan_rows
 from pagetier.benchmarks.cpu.past_runs import PastRuns
+from pagetier.benchmarks.cpu.picture import draw
 from pagetier.benchmarks.cpu.shares import Limits, attention_rows, decode_rows, gemm_row
 from pagetier.benchmarks.limits.program import LimitsError, LimitsProgram
 from pagetier.benchmarks.pairing import percentile, wait_until_idle
@@ -28,6 +29,8 @@ from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.places import kernels_dir
 
 DTYPE = "bfloat16"
+
+__all__ = ("draw", "run")  # what `pagetier bench` asks a benchmark for
 
 
 def run(full: bool, say: Callable[[str], None]) -> list[Row]:

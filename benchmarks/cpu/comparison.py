@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagetier.benchmarks.cpu.child import first_token_s
+from pagetier.benchmarks.cpu.child import ChildError, first_token_s
 from pagetier.benchmarks.pairing import Pairs, measure_pairs
 from pagetier.benchmarks.peer import Peer, PeerError, Settings, find_environment
 from pagetier.benchmarks.report import Row, num_cores
@@ -64,25 +64,30 @@ def rows_not_measured(rival: Rival, note: str) -> list[Row]:
 
 
 def compare(rival: Rival, rig: Rig, num_pairs: int, note: str, say: Callable[[str], None]) -> list[Row]:
-    """Starts the rival, measures all workloads that it has a target for, ends it."""
+    """Starts the rival, measures all workloads that it has a target for, ends it. When it fails, what was measured
+    stays, and the other rows say why."""
+    measured: dict[str, Row] = {}
+
+    def keep(*rows: Row) -> None:
+        measured.update((row.name, row) for row in rows)
+
+    reason = ""
     try:
         find_environment(rival.name)
         say(f"{rival.name}: loading")
         with started(rival) as (peer, start_s):
-            ours_s = statistics.median(first_token_s("bfloat16") for _ in range(3))
             version = f"{peer.version}; {note}" if note else peer.version
-            rows = [
-                Row(f"{START}_vs_{rival.name}", ours_s / start_s, "ratio", rival.targets[START], note=version),
-                Row(f"{START}_{rival.name}", start_s, "s", note=version),
-            ]
+            ours_s = statistics.median(first_token_s("bfloat16") for _ in range(3))
+            keep(Row(f"{START}_vs_{rival.name}", ours_s / start_s, "ratio", rival.targets[START], note=version))
+            keep(Row(f"{START}_{rival.name}", start_s, "s", note=version))
             for workload in WORKLOADS:
                 if workload.name in rival.targets:
                     say(f"{rival.name}: {workload.name}, {num_pairs} pairs")
                     pairs = speeds(workload, rig.generate, paused_between(peer), num_pairs)
-                    rows += speed_rows(workload, rival, pairs, version)
-            return rows
-    except PeerError as error:
-        return rows_not_measured(rival, str(error))
+                    keep(*speed_rows(workload, rival, pairs, version))
+    except (PeerError, ChildError) as error:
+        reason = str(error)
+    return [measured.get(row.name, row) for row in rows_not_measured(rival, reason or "not measured")]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pagetier.benchmarks.report import Row
 from pagetier.benchmarks.rig import Rig, Setup, Weights, open_rig
 from pagetier.benchmarks.static_rows import Row as Sequence_
 from pagetier.benchmarks.static_rows import StaticRows
-from pagetier.benchmarks.workload import FIRST_ORDINARY_ID, VOCAB_SIZE
+from pagetier.benchmarks.workload import FIRST_ORDINARY_ID
 
 NUM_BLOCKS = 2048
 PREFIX_TOKENS = 32  # of a row that starts on another row's blocks
@@ -46,15 +46,15 @@ FULL = (
 )
 
 
-def prompts(num_rows: int) -> list[list[int]]:
+def prompts(num_rows: int, vocab_size: int) -> list[list[int]]:
     """Of 33 to some 200 tokens; all different."""
     draw = np.random.default_rng(0)
-    return [draw.integers(FIRST_ORDINARY_ID, VOCAB_SIZE, 33 + (index * 37) % 170).tolist() for index in range(num_rows)]
+    return [draw.integers(FIRST_ORDINARY_ID, vocab_size, 33 + (index * 37) % 170).tolist() for index in range(num_rows)]
 
 
 def invariance_row(weights: Weights, num_rows: int, arrangements: Sequence[Arrangement], note: str) -> Row:
     """How many rows of logits differ in any bit from those of their prompt alone on one thread."""
-    token_ids = prompts(num_rows)
+    token_ids = prompts(num_rows, weights.config.vocab_size)
     alone = last_logits(weights, token_ids, ALONE)
     differing = sum(
         not torch.equal(ours, theirs)

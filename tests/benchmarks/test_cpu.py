@@ -135,7 +135,7 @@ def test_a_held_batch_reads_its_whole_context() -> None:
 @pytest.mark.parametrize("arrangement", FULL, ids=str)
 def test_an_arrangement_computes_every_token_once(arrangement: Arrangement) -> None:
     static = StaticRows(2048, arrangement.block_size, np.random.default_rng(0))
-    rows = [static.add(ids) for ids in prompts(40)]
+    rows = [static.add(ids) for ids in prompts(40, 1000)]
     widest = most = 0
     for work in steps(rows, arrangement):
         widest, most = max(widest, len(work)), max(most, *(num_new for _, num_new in work))
