@@ -55,13 +55,14 @@ def library_path(cache: Path) -> Path:
     for candidate in (SOURCES / name, cache / name):
         if candidate.is_file():
             return candidate
-    logger.warning("compiling the CPU core for this machine; once, some 10 s")
+    if _compiler() is not None:
+        logger.warning("compiling the CPU core for this machine; once, some 10 s")
     return compile_library(cache / name)
 
 
 def compile_library(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
     """Compile the sources to `target`, each by a process of its own, put in place atomically. Raises BuildError."""
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         raise BuildError(f"no C compiler found (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,10 @@ def compile_library(target: Path, extra_flags: tuple[str, ...] = ()) -> Path:
         _run([compiler, "-shared", *CFLAGS, *extra_flags, *map(str, objects), "-o", str(made), *LIBRARIES])
         os.replace(made, target)
     return target
+
+
+def _compiler() -> str | None:
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
 def _run(command: list[str]) -> None:

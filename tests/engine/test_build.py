@@ -43,6 +43,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_without_a_compiler_torch_serves_and_one_warning_says_so(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    library_path(kernels_dir())  # compiled by now
+    caplog.clear()
     compiled, compiled_domain = answer(checkpoint)
     assert warnings(caplog) == []
     monkeypatch.setenv("PATH", "")
@@ -57,6 +59,8 @@ def test_without_a_compiler_torch_serves_and_one_warning_says_so(
 
 
 def test_torch_by_choice_is_no_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library_path(kernels_dir())
+    caplog.clear()
     threads = torch.get_num_threads()
     try:
         tokens, domain = answer(checkpoint, cpu_kernels="torch", threads=1)
