@@ -47,7 +47,10 @@ def test_what_the_compiler_says_is_passed_on_and_nothing_is_left(
 
 def test_the_library_is_compiled_once_and_put_in_place_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, log = tmp_path / "cache" / build.library_name(), tmp_path / "log"
-    script = f'case "$*" in *-shared*) echo link >> {log};; esac; ls {made.parent} >> {log}; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    script = (
+        f'case "$*" in *-shared*) echo link >> {log};; esac; ls {made.parent} >> {log}; '
+        'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    )
     compiler(tmp_path / "bin", monkeypatch, script)
     assert build.library_path(made.parent) == build.library_path(made.parent) == made
     assert made.read_text() == "made\n"
