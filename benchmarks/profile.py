@@ -178,6 +178,7 @@ def part_rows(name: str, clock: Clock, note: str) -> list[Row]:
 
 def draw(report: Report, folder: Path) -> Path:
     """`folder`/profile.png: for each kind of step its share by part, a bar for each thread."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -191,11 +192,12 @@ def draw(report: Report, folder: Path) -> Path:
         (kind, thread, parts) for kind in kinds for thread, parts in (("core", CORE_PARTS), ("runner", RUNNER_PARTS))
     ]
     labelled: set[str] = set()
+    colours = colormaps["tab20"]
     for place, (kind, thread, parts) in enumerate(places):
         left = 0.0
         for index, part in enumerate(parts):
             width = values.get(f"{kind}_{thread}_{part}", 0.0) / max(values[f"{kind}_step"], 1e-9)
-            colour = f"C{index % 10}" if thread == "core" else f"C{(index + 3) % 10}"
+            colour = colours(index if thread == "core" else len(CORE_PARTS) + index)
             label = f"{thread} {part}" if width > 0.01 and f"{thread} {part}" not in labelled else None
             labelled |= {label} if label else set()
             hatch = "//" if thread == "core" else None

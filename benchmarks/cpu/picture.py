@@ -34,19 +34,29 @@ def _draw_speeds(axes: Any, values: dict[str, float]) -> None:
     for index, side in enumerate(SIDES):
         bars = {place: values.get(f"{workload.name}_{side}") for place, workload in enumerate(WORKLOADS)}
         known = {place: value for place, value in bars.items() if value}
-        drawn = axes.bar([place + 0.2 * (index - 1.5) for place in known], known.values(), width=0.18, label=side)
+        if not known:
+            continue
+        places = [place + 0.2 * (index - 1.5) for place in known]
+        drawn = axes.bar(places, list(known.values()), width=0.18, label=side, color=f"C{index}")
         axes.bar_label(drawn, [f"{value:.0f}" for value in known.values()], fontsize=7)
     axes.set_xticks(range(len(WORKLOADS)), [workload.name for workload in WORKLOADS], fontsize=8)
+    axes.set_xlim(-0.5, len(WORKLOADS) - 0.5)
     axes.set_yscale("log")
     axes.set_ylabel("tokens per second", fontsize=8)
-    axes.legend(fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
 
 
 def _draw_margins(axes: Any, rows: list[Row]) -> None:
     """Each row's value over its bound, or the other way round where less is better: at 1 it just meets its target."""
     rows = [row for row in rows if _margin(row) is not None]
     margins = [_margin(row) or 0.0 for row in rows]
-    axes.barh(range(len(rows)), margins, color=["#4c72b0" if row.ok else "#c44e52" for row in rows])
+    axes.barh(
+        range(len(rows)),
+        [margin - 1 for margin in margins],
+        left=1.0,
+        color=["#4c72b0" if row.ok else "#c44e52" for row in rows],
+    )
     axes.set_yticks(range(len(rows)), [f"{row.name} {row.target}" for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
