@@ -52,8 +52,9 @@ def _argmax(logits: Tensor) -> I64:
     """(num_samples,) the best token of each row. On a CPU by numpy: torch's threads meet at a barrier, which one busy
     neighbour turns from microseconds into milliseconds."""
     if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=-1).astype(np.int64)
-    best: I64 = logits.argmax(dim=-1).cpu().numpy()
+        best: I64 = logits.numpy().argmax(axis=-1).astype(np.int64)
+    else:
+        best = logits.argmax(dim=-1).cpu().numpy()
     return best
 
 
