@@ -136,11 +136,11 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
 def print_report(report: Report, console: Console) -> None:
     """A table, and below it the notes, each once with the rows that it belongs to."""
     table = Table(title=f"{report.bench} · {report.commit} · {report.hardware}", title_justify="left")
-    table.add_column("name", no_wrap=True)
+    table.add_column("name", overflow="fold")  # gives way where the terminal is narrow: figures must stay whole
     for column in ("value", "p50", "p99"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("unit", "target", "ok", "runs"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=7)
+    for column, width in (("unit", 5), ("target", 7), ("ok", 3), ("runs", 4)):
+        table.add_column(column, no_wrap=True, min_width=width)
     notes: dict[str, list[str]] = {}
     for row in report.rows:
         judged = ("yes" if row.ok else "NO") if row.target is not None or not row.ok else ""
