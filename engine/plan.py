@@ -29,60 +29,69 @@ class PlannedRow:
 @dataclass(slots=True)
 class StepPlan:
     """One step. `release_after`: blocks to release once the step is collected: copy sources, and what requests that
-    ended or were preempted meanwhile held."""
+    ended or were preempted meanwhile held. num_tokens, num_samples: of the rows so far."""
 
     step: int
     rows: list[PlannedRow] = field(default_factory=list)
+    num_tokens: int = 0
+    num_samples: int = 0
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     fresh_blocks: list[int] = field(default_factory=list)
     release_after: list[int] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows)
+    def add(self, row: PlannedRow) -> None:
+        self.rows.append(row)
+        self.num_tokens += row.end - row.start
+        self.num_samples += row.sample >= 0
 
 
 def build_batch(plan: StepPlan, block_size: int, num_groups: int) -> Batch:
     """The arrays of `plan`. All KV groups share the block ids of a sequence."""
-    num_rows, num_tokens = len(plan.rows), plan.num_tokens
-    query_start_loc: I32 = np.zeros(num_rows + 1, np.int32)
-    token_ids: I32 = np.zeros(num_tokens, np.int32)
-    token_sources: I32 = np.full(num_tokens, -1, np.int32)
-    positions: I32 = np.empty(num_tokens, np.int32)
-    slots: I64 = np.empty(num_tokens, np.int64)
-    num_blocks = [-(-row.end // block_size) for row in plan.rows]
-    table: I32 = np.zeros((num_rows, max(num_blocks)), np.int32)
-    logits_indices: list[int] = []
-    samples: list[SampleRow] = []
-    at = 0
-    for i, row in enumerate(plan.rows):
-        to = at + row.end - row.start
-        known = row.request.token_ids(row.start, row.end)
-        token_ids[at : at + len(known)] = known
-        if row.pending_row >= 0:
-            token_sources[to - 1] = row.pending_row
-        positions[at:to] = np.arange(row.start, row.end, dtype=np.int32)
-        table[i, : num_blocks[i]] = row.request.block_ids[: num_blocks[i]]
-        slots[at:to] = table[i, positions[at:to] // block_size] * np.int64(block_size) + positions[at:to] % block_size
-        if row.sample >= 0:
-            logits_indices.append(to - 1)
-            samples.append(_sample_row(row))
-        query_start_loc[i + 1] = at = to
+    rows = plan.rows
+    starts = np.array([row.start for row in rows], np.int32)
+    ends = np.array([row.end for row in rows], np.int32)
+    lengths = ends - starts
+    query_start_loc: I32 = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    last = query_start_loc[1:] - 1  # (num_rows,) each row's last token
+    row_of = np.repeat(np.arange(len(rows)), lengths)  # (num_tokens,)
+    positions: I32 = np.arange(plan.num_tokens, dtype=np.int32) + (starts - query_start_loc[:-1])[row_of]
+    token_sources: I32 = np.full(plan.num_tokens, -1, np.int32)
+    token_sources[last] = [row.pending_row for row in rows]
+    table = _block_table(rows, -(-ends // block_size))
+    slots: I64 = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
     return Batch(
         step=plan.step,
-        token_ids=token_ids,
+        token_ids=_token_ids(rows, query_start_loc),
         token_sources=token_sources,
         positions=positions,
         query_start_loc=query_start_loc,
-        seq_lens=np.asarray([row.end for row in plan.rows], np.int32),
+        seq_lens=ends,
         slot_mapping=(slots,) * num_groups,
         block_tables=(table,) * num_groups,
-        logits_indices=np.asarray(logits_indices, np.int32),
-        samples=tuple(samples),
+        logits_indices=last[[row.sample >= 0 for row in rows]],
+        samples=tuple(_sample_row(row) for row in rows if row.sample >= 0),
         copies=np.asarray(plan.copies, np.int32).reshape(-1, 3),
         fresh_blocks=np.asarray(plan.fresh_blocks, np.int32),
-        request_ids=tuple(row.request.request_id for row in plan.rows),
+        request_ids=tuple(row.request.request_id for row in rows),
     )
+
+
+def _block_table(rows: list[PlannedRow], num_blocks: I32) -> I32:
+    """(num_rows, most blocks of a row); unused entries are 0."""
+    table: I32 = np.zeros((len(rows), int(num_blocks.max())), np.int32)
+    for i, (row, count) in enumerate(zip(rows, num_blocks.tolist(), strict=True)):
+        table[i, :count] = row.request.block_array(count)
+    return table
+
+
+def _token_ids(rows: list[PlannedRow], query_start_loc: I32) -> I32:
+    """(num_tokens,) the known ids; 0 where a token is still on its way."""
+    token_ids: I32 = np.zeros(int(query_start_loc[-1]), np.int32)
+    for row, at in zip(rows, query_start_loc.tolist(), strict=False):
+        known = row.request.token_ids(row.start, row.end)
+        token_ids[at : at + len(known)] = known
+    return token_ids
 
 
 def _sample_row(row: PlannedRow) -> SampleRow:

@@ -32,6 +32,7 @@ class Request:
     __slots__ = (
         "_buffer",
         "_packed_prompt",
+        "_table",
         "block_ids",
         "cached_tokens",
         "counted",
@@ -49,6 +50,7 @@ class Request:
         "num_known_tokens",
         "num_placeholders",
         "num_preemptions",
+        "num_tabled_blocks",
         "order",
         "root",
         "sampled_row",
@@ -78,6 +80,8 @@ class Request:
         self.sampled_step = -1  # the launched step, and its sample row, that yields the pending placeholder
         self.sampled_row = -1
         self.block_ids: list[int] = []
+        self._table: I32 = np.empty(8, np.int32)
+        self.num_tabled_blocks = 0  # leading block_ids that `_table` has; lower it to where block_ids change
         self.num_indexed_blocks = 0
         self.tip: Node | None = None
         self.ticket: int | None = None  # of the lookup in progress or answered
@@ -108,6 +112,15 @@ class Request:
     def token_ids(self, start: int, end: int) -> I32:
         """Known tokens [start, end): a view."""
         return self._buffer[start : min(end, self.num_known_tokens)]
+
+    def block_array(self, num_blocks: int) -> I32:
+        """The first `num_blocks` block ids: a view, made anew only where they changed."""
+        if num_blocks > self.num_tabled_blocks:
+            if num_blocks > len(self._table):
+                self._table = np.concatenate([self._table, np.empty(num_blocks, np.int32)])
+            self._table[self.num_tabled_blocks : num_blocks] = self.block_ids[self.num_tabled_blocks : num_blocks]
+            self.num_tabled_blocks = num_blocks
+        return self._table[:num_blocks]
 
     def packed_tokens(self) -> bytes:
         """All known tokens, u32 LE."""

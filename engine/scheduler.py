@@ -130,6 +130,7 @@ class Scheduler:
         """Release all blocks, after the newest launched step if one that contains the request is under way."""
         self._give_up(request, request.block_ids)
         request.block_ids = []
+        request.num_tabled_blocks = 0
 
     def _give_up(self, request: Request, blocks: list[int]) -> None:
         if request.num_in_flight:
@@ -246,10 +247,10 @@ class Scheduler:
             pending_row = request.sampled_row
         sample = -1
         if end == request.num_tokens:
-            sample = sum(1 for row in plan.rows if row.sample >= 0)
+            sample = plan.num_samples
             request.num_placeholders += 1
             request.sampled_step, request.sampled_row = plan.step, sample
-        plan.rows.append(PlannedRow(request, start, end, sample, request.epoch, pending_row))
+        plan.add(PlannedRow(request, start, end, sample, request.epoch, pending_row))
         request.num_computed_tokens = end
         request.num_in_flight += 1
 
@@ -395,6 +396,7 @@ class Scheduler:
         if not loaded.quiesced:  # bytes may still land in the others: leave them to the transfer
             self.pool.release(request.block_ids[end:])
             del request.block_ids[end:]
+            request.num_tabled_blocks = min(request.num_tabled_blocks, end)
         cached = {"device": num_device * block_size}
         for tier in loaded.tiers:
             cached[tier] = cached.get(tier, 0) + block_size
@@ -476,6 +478,7 @@ class Scheduler:
                 self.pool.acquire([node.block])
                 self._give_up(request, [request.block_ids[i]])
                 request.block_ids[i] = node.block
+                request.num_tabled_blocks = min(request.num_tabled_blocks, i)
         return nodes
 
     def _save_new(self, request: Request, nodes: list[Node]) -> None:
