@@ -45,7 +45,7 @@ from tests.kvstore.valkey import own_valkey, short_dir
 
 BLOCK_SIZE = 16
 PART = Part(0, 0, 30, 0, 3)
-NVME_SIZE = 64 << 20  # of the test's folders; 90 blocks
+NVME_SIZE = 1 << 30  # of the folders that a killed child writes; nothing is evicted
 F32 = npt.NDArray[np.float32]
 BACK_S = 60.0  # a breaker that opened twice is tried again well within
 
@@ -261,10 +261,11 @@ def kill_and_recover(model: Path, ids: list[int], folder: Path, num_rounds: int)
     rng, sound = random.Random(num_rounds), folder / "sound"
     with engine_of(model, ("nvme",), nvme_path=sound, nvme_size=NVME_SIZE, pipeline_depth=1) as reference:
         for i in range(num_rounds):
-            said = killed_child(model, folder / "killed", i * 1000, rng.randrange(2, 5), rng.random() * 0.5)
+            said = killed_child(model, folder / "killed", i * 100, rng.randrange(2, 5), rng.random() * 0.5)
             fresh = [window(ids, number) for number in (*said, said[-1] + 1)]
             wanted = run(reference, [Traced(spec) for spec in fresh])
-            assert not any(answer.cached_tokens for answer in wanted.values()), "the reference is cold"
+            cached = [sum(answer.cached_tokens.values()) for answer in wanted.values()]
+            assert max(cached) < BLOCK_SIZE, "the reference is cold, but for first tokens that windows share"
             reference.core.flush(30.0)
             right, found = blocks_in(sound, reference, fresh), blocks_in(folder / "killed", reference, fresh)
             assert len(right) == 6 * len(fresh) and found, (len(right), len(found))

@@ -93,7 +93,7 @@ def run_case(
             assert stats["preemptions"]["recompute"] > 0, "the pool is not tight enough"
         if case.restart and life == 1:
             served = {tier for tier in case.tiers if stats["tiers"][tier]["hit_blocks"] > 0}
-            assert served == ({"redis"} if case.restart == "lose" else set(case.tiers)), stats["tiers"]
+            assert served >= ({"redis"} if case.restart == "lose" else set(case.tiers)), stats["tiers"]
             assert all(stats["tiers"][tier]["corrupt"] == 0 for tier in case.tiers)
         if case.restart == "lose":
             shutil.rmtree(folder)
@@ -112,6 +112,7 @@ def test_identical_tokens(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_identical_tokens_of_forty_requests(
     name: str,
