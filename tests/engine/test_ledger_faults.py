@@ -1,0 +1,168 @@
+"""The logical claim where the engine itself is in trouble: steps that raise, pools smaller than a request."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pagetier.engine.batch import Batch, StepResult
+from pagetier.engine.config import EngineConfig
+from pagetier.engine.core import EngineCore
+from pagetier.kvstore.keys import root_key
+from tests.engine.ledger import LedgerBlocks, LedgerRunner
+from tests.engine.test_ledger import (
+    DOMAIN,
+    MAX_STEPS,
+    SOUND,
+    Answer,
+    Clock,
+    make_store,
+    random_config,
+    random_tiers,
+)
+from tests.engine.trace import VOCAB_SIZE, TracedRequest, make_trace
+
+NUM_SEEDS = 60
+
+
+class FailingRunner(LedgerRunner):
+    """Some batches raise: when they are launched, or when they are collected, with or without part of their work done.
+
+    What builds on a failed batch's tokens must never be seen to run: they are out of the vocabulary.
+    """
+
+    rate = 0.0
+    rng = random.Random(0)
+    num_failures = 0
+
+    def launch(self, batch: Batch) -> None:
+        if self.rng.random() < self.rate / 2:
+            self.num_failures += 1
+            raise RuntimeError("launch failed")
+        super().launch(batch)
+
+    def _run(self, batch: Batch) -> StepResult:
+        fails, works = self.rng.random() < self.rate / 2, self.rng.random() < 0.5
+        if fails and not works:
+            self._last_sampled[:] = VOCAB_SIZE
+        if not fails or works:
+            result = super()._run(batch)
+        if fails:
+            self.num_failures += 1
+            raise RuntimeError("step failed")
+        return result
+
+
+@dataclass
+class Outcome:
+    """What a run is judged by."""
+
+    answers: dict[str, Answer]
+    errors: dict[str, str]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Failures are made on purpose, and each is logged with its traceback."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run_until_empty(core: EngineCore, trace: list[TracedRequest], clock: Clock) -> Outcome:
+    outcome = Outcome({t.request.request_id: Answer([]) for t in trace}, {})
+    todo = list(trace)
+    for step in range(MAX_STEPS):
+        clock.sleep(0.001)
+        while todo and todo[0].arrives <= step:
+            core.add_request(todo.pop(0).request)
+        core.abort([t.request.request_id for t in trace if t.aborts == step])
+        for output in core.step():
+            answer = outcome.answers[output.request_id]
+            assert answer.finish_reason is None, f"{output.request_id} answered after its end"
+            answer.tokens.extend(output.token_ids)
+            answer.finish_reason = output.finish_reason
+            if output.finish_reason == "error":
+                outcome.errors[output.request_id] = output.error
+        if not todo and not core.has_work():
+            return outcome
+    raise AssertionError(f"wedged: {core.stats()['requests']}")
+
+
+def verify_prefixes(core: EngineCore, trace: list[TracedRequest], outcome: Outcome) -> None:
+    """Every request ended, with right tokens as far as it came; nothing leaked."""
+    for t in trace:
+        answer = outcome.answers[t.request.request_id]
+        assert answer.tokens == list(t.output[: len(answer.tokens)]), t.request.request_id
+        assert answer.finish_reason in ("stop", "length", "abort", "error"), t.request.request_id
+        if answer.finish_reason == "stop":
+            assert answer.tokens == list(t.output), t.request.request_id
+    scheduler = core.scheduler
+    assert scheduler.num_unfinished == 0 and not scheduler.launched
+    assert scheduler.pool.num_referenced == 0, "blocks leaked"
+    assert scheduler.pool.num_available == core.config.num_blocks
+    assert scheduler.transfers.num_tickets == 0, "tickets leaked"
+
+
+def run_faulty(seed: int, rate: float, small_pool: bool) -> tuple[int, int]:
+    """One engine; the number of failures, and of requests that ended with an error."""
+    rng = random.Random(seed)
+    trace = make_trace(rng, 30, abort_rate=rng.choice((0.0, 0.3)))
+    config = random_config(rng, trace)
+    if small_pool:
+        config = replace(config, num_blocks=rng.choice((1, 2, 3, 5, max(1, config.num_blocks // 3))))
+    else:
+        config = replace(config, num_blocks=max(config.num_blocks, -(-config.max_model_len // config.block_size)))
+    clock = Clock()
+    blocks = LedgerBlocks(config.num_blocks, config.block_size)
+    tiers = random_tiers(SOUND, rng, clock, blocks.block_nbytes)
+    expected = {t.request.request_id: [*t.request.prompt_ids, *t.output] for t in trace}
+    runner = FailingRunner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
+    runner.rng, runner.rate = random.Random(rng.random()), rate
+    connector = SOUND.connector(make_store(rng, tiers, clock, blocks.block_nbytes), blocks) if tiers else None
+    core = EngineCore(config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
+    try:
+        outcome = run_until_empty(core, trace, clock)
+        verify_prefixes(core, trace, outcome)
+        check_errors(outcome, config, trace, failing=rate > 0)
+        if connector is not None:
+            connector.check()
+        assert all(tier.num_pinned == 0 for tier in tiers), "pins leaked"
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}, {config}: {error}") from error
+    finally:
+        core.close()
+    return runner.num_failures, len(outcome.errors)
+
+
+def check_errors(outcome: Outcome, config: EngineConfig, trace: list[TracedRequest], failing: bool) -> None:
+    """Errors are said in words: the step's, or that the prompt does not fit; nothing else ends a request early."""
+    room = config.num_blocks * config.block_size
+    for t in trace:
+        name, answer = t.request.request_id, outcome.answers[t.request.request_id]
+        fits = len(t.request.prompt_ids) <= room
+        if name in outcome.errors:
+            wanted = "the model step failed: RuntimeError" if fits else f"the KV cache holds {room}"
+            assert wanted in outcome.errors[name] and (failing or not fits), outcome.errors[name]
+        elif answer.finish_reason == "length":
+            outgrown = len(t.request.prompt_ids) + len(answer.tokens) > room
+            assert outgrown or answer.tokens == list(t.output), f"{name} was cut with room left"
+
+
+@pytest.mark.parametrize("small_pool", [False, True], ids=["pool that fits", "pool smaller than a request"])
+def test_a_step_that_raises_ends_its_requests_and_no_others(small_pool: bool) -> None:
+    failures = errors = 0
+    for seed in range(NUM_SEEDS):
+        failed, ended = run_faulty(seed, rate=0.05, small_pool=small_pool)
+        failures, errors = failures + failed, errors + ended
+    assert failures > NUM_SEEDS and errors > NUM_SEEDS
+
+
+def test_pools_smaller_than_a_request() -> None:
+    """Down to one block: each is answered with what fits, or refused with the numbers; none waits for ever."""
+    for seed in range(NUM_SEEDS):
+        run_faulty(seed, rate=0.0, small_pool=True)
