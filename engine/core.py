@@ -49,6 +49,7 @@ class EngineCore:
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
         self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name))
         self._closed = False
+        self._is_stepping = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with finish reason `error` by the next step.
@@ -68,7 +69,18 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Poll, plan, launch and, when the pipeline is full or dry, commit. Returns at once if nothing can be done
         now.
+
+        Raises ClosedError when an earlier step was left in the middle by an exception that was not its own, such as
+        KeyboardInterrupt: what was planned and what was launched disagree then, and going on could wait for ever.
         """
+        if self._is_stepping:
+            raise ClosedError("the engine was interrupted in the middle of a step and cannot go on; build a new one")
+        self._is_stepping = True
+        outputs = self._step()
+        self._is_stepping = False
+        return outputs
+
+    def _step(self) -> list[TokenOutput]:
         self.scheduler.poll_transfers()
         plan = self.scheduler.plan()
         outputs = self.scheduler.take_ended()

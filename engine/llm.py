@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.build import ServeConfig, build_engine
 from pagetier.engine.detokenizer import IncrementalDetokenizer
+from pagetier.engine.interrupts import held_interrupts
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.tokenizer import Tokenizer
@@ -87,26 +88,34 @@ class LLM:
         """Continue prompts (texts or token ids), all in one continuous batch; answers in the prompts' order.
 
         Raises PagetierError when a prompt cannot be served, e.g. is too long; the others of the call end then too.
-        Raises ClosedError after `close`.
+        Raises ClosedError after `close`. Ctrl-C takes effect between two steps, and the next call is served as ever.
         """
         params = params or SamplingParams()
         answers: list[RequestOutput] = []
         open_choices: dict[str, _Choice] = {}
-        try:
-            for prompt in _as_list(prompts):
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
-                answers.append(answer)
-                seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-                for index in range(params.n):
-                    request = self._request(ids, replace(params, n=1), seed, index, cache_salt)
-                    answer.outputs.append(CompletionOutput(index))
-                    open_choices[request.request_id] = _Choice(answer, answer.outputs[-1], request, self.tokenizer)
-                    self._engine.core.add_request(request)
-            self._run(open_choices, progress)
-        finally:
-            self._engine.core.abort(list(open_choices))
+        with held_interrupts() as deliver_interrupt:
+            try:
+                for prompt in _as_list(prompts):
+                    answer = self._add(prompt, params, cache_salt, open_choices)
+                    answers.append(answer)
+                    deliver_interrupt()
+                self._run(open_choices, progress, deliver_interrupt)
+            finally:
+                self._engine.core.abort(list(open_choices))
         return answers
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str, open_choices: dict[str, _Choice]
+    ) -> RequestOutput:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        for index in range(params.n):
+            request = self._request(ids, replace(params, n=1), seed, index, cache_salt)
+            answer.outputs.append(CompletionOutput(index))
+            open_choices[request.request_id] = _Choice(answer, answer.outputs[-1], request, self.tokenizer)
+            self._engine.core.add_request(request)
+        return answer
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -133,10 +142,11 @@ class LLM:
             arrival_s=time.monotonic(),
         )
 
-    def _run(self, choices: dict[str, _Choice], progress: bool) -> None:
+    def _run(self, choices: dict[str, _Choice], progress: bool, deliver_interrupt: Callable[[], None]) -> None:
         core = self._engine.core
         with _progress_bar(len(choices), progress) as advance:
             while choices:
+                deliver_interrupt()
                 outputs = core.step()
                 for output in outputs:
                     choice = choices.get(output.request_id)
