@@ -157,23 +157,35 @@ class Scheduler:
         return self.config.max_num_batched_tokens - plan.num_tokens
 
     def _plan_running(self, plan: StepPlan) -> bool:
-        """Rows for running requests in order; whether all of them found their blocks, so that more may be admitted."""
-        budget = self._budget(plan)
-        settled = True
+        """Rows for running requests in order; whether all of them found their blocks, so that more may be admitted.
+
+        Behind one that waits for blocks only those go on that need none: the next to come free are not theirs.
+        """
+        budget, num_preemptions, is_blocked = self._budget(plan), self.num_preemptions, False
+        num_later = len(self.running)
         for request in list(self.running):
+            num_later -= 1
             if request.state is not RequestState.RUNNING:
                 continue  # preempted below for an earlier one
-            num_new = self._num_new_tokens(request, budget)
+            num_new = self._num_new_tokens(request, self._share(budget, num_later))
             if num_new == 0:
                 continue
             end = request.num_computed_tokens + num_new
-            while not self._grow(request, end):
-                settled = False
-                if not self._make_room(request) or request.state is not RequestState.RUNNING:
-                    return False
+            if is_blocked and self._num_missing_blocks(request, end):
+                continue
+            if not self._find_blocks(request, end):
+                is_blocked = True
+                continue
             self._add_row(plan, request, num_new)
             budget -= num_new
-        return settled
+        return not is_blocked and self.num_preemptions == num_preemptions
+
+    def _share(self, budget: int, num_later: int) -> int:
+        """How much of `budget` a request may take that has `num_later` running ones behind it: the prefill of one that
+        came first but waited, for a tier or after preemption, leaves each of them its next token."""
+        if not self.config.enable_chunked_prefill or budget <= 0:
+            return budget
+        return max(1, budget - num_later)
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
         """Tokens to compute of a running request within `budget`; 0 when it only waits for its last sample."""
@@ -186,10 +198,21 @@ class Scheduler:
             return 0
         return min(missing, budget)
 
+    def _find_blocks(self, request: Request, num_tokens: int) -> bool:
+        """Give the request blocks for `num_tokens` tokens, those of later ones if need be; False when it has to wait,
+        or was itself preempted or ended."""
+        while not self._grow(request, num_tokens):
+            if not self._make_room(request) or request.state is not RequestState.RUNNING:
+                return False
+        return True
+
+    def _num_missing_blocks(self, request: Request, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self.config.block_size) - len(request.block_ids))
+
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request blocks for `num_tokens` tokens; False and no change when there are none."""
-        missing = -(-num_tokens // self.config.block_size) - len(request.block_ids)
-        if missing <= 0:
+        missing = self._num_missing_blocks(request, num_tokens)
+        if not missing:
             return True
         blocks = self._allocate(missing)
         if blocks is None:
@@ -255,7 +278,12 @@ class Scheduler:
         request.num_in_flight += 1
 
     def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting requests in order while budget, seats and blocks last."""
+        """Admit waiting requests in order while budget, seats and blocks last.
+
+        Ends at a few that the lower tiers are yet to be asked about: to match thousands of prompts for that in every
+        step would take longer than the step.
+        """
+        num_unasked = 0
         for request in list(self.waiting):
             budget = self._budget(plan)
             seats = self.config.max_num_seqs - len(self.running) - len(self.loading)
@@ -269,13 +297,16 @@ class Scheduler:
                 return
             if not self._admit(plan, request):
                 return
+            num_unasked += request.state is RequestState.WAITING
+            if num_unasked == LOOKAHEAD:
+                return
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Give `request` its blocks and first row, or start loading them; False when there is no room for it."""
         match = self._match(request)
         num_device = len(match.nodes)
         if self._wants_lookup(request, num_device):
-            return True  # asked by _look_ahead at the end of this plan
+            return True  # asked by _look_ahead, when it is among the first
         tier_end = self._tier_end(request, num_device)
         if tier_end > num_device:
             match = Match(match.nodes)
