@@ -36,7 +36,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, ok, allowed in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "0 to 100"),
-            ("top_k", self.top_k >= -1, "-1 (all), 0 (all) or a count"),
+            ("top_k", -1 <= self.top_k < 1 << 31, "-1 (all), 0 (all) or a count below 2^31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
@@ -47,7 +47,7 @@ class SamplingParams:
             ("n", 1 <= self.n <= 128, "1 to 128"),
             ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
-            ("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings"),
+            ("stop", len(self.stop) <= 16 and all(map(_is_text, self.stop)), "at most 16 non-empty texts"),
         ):
             if not ok:
                 raise ConfigError.bad_value(name, getattr(self, name), allowed)
@@ -59,3 +59,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is not empty and has no half of a surrogate pair, which no text ever has and no message can carry."""
+    return bool(value) and not any("\ud800" <= char <= "\udfff" for char in value)

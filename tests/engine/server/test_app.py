@@ -13,7 +13,9 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
+from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.engine.server.double import DOMAIN
 from tests.engine.server.stack import Stack, running_stack
 
@@ -91,6 +93,25 @@ def test_a_prompt_that_is_too_long_gets_the_numbers(stack: Stack) -> None:
 def test_what_the_engine_could_not_take_is_refused_before(stack: Stack, fields: dict[str, Any], param: str) -> None:
     answer = stack.http.post("/v1/completions", content=json.dumps(fields))
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+STRANGE = (
+    *(None, True, 0, -1, 1 << 70, -(1 << 70), 1e400, float("nan"), 1e-320),
+    *("", "\ud800", "x" * 70_000, [], [[]], {}),
+    *([1 << 70], ["\udfff"], [""] * 99, {"\ud800": 1}, {"1": "\ud800"}, {"99999999999999999999": 1}),
+)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_no_value_of_any_field_is_an_internal_error(stack: Stack, kind: type[BaseModel]) -> None:
+    """Taken or refused; what the protocol takes, the message to the engine must be able to carry."""
+    path, sound = "/v1/completions", {"prompt": "a", "max_tokens": 1, "temperature": 0}
+    if kind is ChatCompletionRequest:
+        path, sound = "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for name in kind.model_fields:
+        for value in STRANGE:
+            answer = stack.http.post(path, content=json.dumps({**sound, name: value}))
+            assert answer.status_code in (200, 400, 404), f"{name} = {value!r:.80}: {answer.text[:500]}"
 
 
 def test_refusals_have_the_openai_shape(stack: Stack) -> None:
