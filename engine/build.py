@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -97,13 +99,22 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
     if config.dtype not in DTYPES:
         raise ConfigError.bad_value("--dtype", config.dtype, ", ".join(DTYPES))
     path = resolve_model(config.model, progress=progress)
+    tokenizer = load_tokenizer(path)
+    with ExitStack() as undo:  # a caller that tries again must not find threads and folders still taken
+        return _assembled(config, path, device, tokenizer, undo)
+
+
+def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenizer, undo: ExitStack) -> Engine:
+    """The engine; `undo` is left empty, or ends what was begun before something failed."""
     checkpoint = load_checkpoint(path, config.dtype)
     model_config, dtype = checkpoint.config, checkpoint.dtype
     group = kv_group(model_config, dtype)
     engine_config = _engine_config(config, model_config, group.nbytes_per_token, device)
     shape = PoolShape.of(model_config, engine_config.num_blocks, config.block_size)
     pool = DevicePool(shape, torch_dtype(dtype), device)
+    undo.callback(pool.close)
     model = _build_model(config, checkpoint, pool, engine_config.max_num_batched_tokens)
+    undo.callback(model.close)
     checkpoint.tensors.clear()  # what the model needs it holds
     identity = cache_identity(
         model_config,
@@ -122,19 +133,20 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
     if config.store.tiers or config.store.host_size:
         part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
         store = open_store(config.store, identity, part, pool.block_nbytes)
+        undo.callback(store.close)
         connector = _connector(store, pool)
-    runner = ModelRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid)
     core = EngineCore(
         engine_config,
-        runner,
+        ModelRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid),
         connector,
         root_of=root_of,
         hash_name=config.kv_hash,
         block_nbytes=pool.block_nbytes,
     )
+    undo.pop_all()
     return Engine(
         core=core,
-        tokenizer=load_tokenizer(path),
+        tokenizer=tokenizer,
         model_config=model_config,
         config=engine_config,
         dtype=dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,38 @@ def test_each_level_has_a_domain_of_its_own(checkpoint: Path) -> None:
 def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         answer(checkpoint, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"tokenizer__ggml__pre": "nonsense"}, {}),
+        ({}, {"kv_hash": "md5"}),
+        ({}, {"cpu_kernels": "sse"}),
+        ({}, {"max_num_seqs": 0}),
+        ({}, {"kv_tier": ("nvme", "redis"), "redis_url": "nonsense://x"}),
+    ],
+    ids=str,
+)
+def test_what_fails_to_start_leaves_no_thread_and_no_folder_taken(
+    fields: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, folder = tmp_path / "tiny.gguf", tmp_path / "kv"
+    write_gguf(path, hf_model("LlamaForCausalLM"), **tokenizer_fields(byte_level_tokenizer(), **fields))
+    num_threads = []
+    for _ in range(4):
+        with pytest.raises(ConfigError):
+            answer(path, **{"kv_tier": ("nvme",), "nvme_path": folder, "threads": 2, **options})
+        num_threads.append(num_native_threads())
+    assert num_threads[3] == num_threads[1], num_threads  # torch may make some of its own at the first
+    write_gguf(path, hf_model("LlamaForCausalLM"), **tokenizer_fields(byte_level_tokenizer()))
+    assert len(answer(path, kv_tier=("nvme",), nvme_path=folder)[0]) == 8
+    assert [entry.name for entry in folder.glob("[0-9][0-9]")] == ["00"]
+
+
+def num_native_threads() -> int:
+    """Of this process, the model's own among them."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_a_level_that_this_machine_lacks_is_refused(checkpoint: Path) -> None:
