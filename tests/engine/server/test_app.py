@@ -95,7 +95,7 @@ def test_what_the_engine_could_not_take_is_refused_before(stack: Stack, fields: 
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
-STRANGE = (
+STRANGE: tuple[Any, ...] = (
     *(None, True, 0, -1, 1 << 70, -(1 << 70), 1e400, float("nan"), 1e-320),
     *("", "\ud800", "x" * 70_000, [], [[]], {}),
     *([1 << 70], ["\udfff"], [""] * 99, {"\ud800": 1}, {"1": "\ud800"}, {"99999999999999999999": 1}),
