@@ -113,6 +113,8 @@ class ModelRunner:
         logits = self.model.forward(token_ids, batch, self.pool.tensor)  # (num_samples, vocab_size)
         tokens, logprobs = sample(logits, batch.samples, self._previous)
         self._previous = tokens
+        if self.model.device.type == "cuda":  # a batch without samples, a chunk of a prompt, has waited for nothing yet
+            torch.cuda.current_stream(self.model.device).synchronize()
         return StepResult(batch.step, tokens, logprobs)
 
     def _resolve_tokens(self, batch: Batch) -> I64:

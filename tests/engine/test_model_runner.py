@@ -209,3 +209,37 @@ def test_close_lets_launched_batches_end_and_joins() -> None:
     assert threading.active_count() == threads
     assert runner.collect().step == 1
     assert runner.collect().token_ids.tolist() == [int(case().logits([1, 2, 3])[-1].argmax())]
+
+
+class SlowToWrite:
+    """A model on a GPU whose last kernel, the one that writes K and V, comes late."""
+
+    def __init__(self) -> None:
+        self.config = case().config
+        self.device = torch.device("cuda")
+        self.numerics: dict[str, str] = {}
+
+    def forward(self, token_ids: torch.Tensor, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(500_000_000)  # cycles: some 0.3 s
+        pool[0].fill_(1.0)
+        return torch.zeros((len(batch.logits_indices), self.config.vocab_size), device=self.device)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_is_collected_is_in_the_pool_even_without_samples(threaded: bool) -> None:
+    """A save copies on a stream of its own, as soon as the step is collected."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    pool = DevicePool(PoolShape.of(case().config, NUM_BLOCKS, BLOCK_SIZE), torch.float32, "cuda")
+    runner = ModelRunner(SlowToWrite(), pool, threaded=threaded)
+    batch = dataclasses.replace(StaticRowsOfOne().batch, logits_indices=int32(), samples=())
+    assert len(run(runner, batch).token_ids) == 0
+    with torch.cuda.stream(torch.cuda.Stream()):
+        saved = pool.tensor[0].to("cpu", non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    runner.close()
+    assert bool((saved == 1.0).all())
