@@ -49,7 +49,7 @@ class EngineCore:
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
         self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name))
         self._closed = False
-        self._is_stepping = False
+        self._is_stepping = self._is_stalled = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with finish reason `error` by the next step.
@@ -83,6 +83,7 @@ class EngineCore:
     def _step(self) -> list[TokenOutput]:
         self.scheduler.poll_transfers()
         plan = self.scheduler.plan()
+        self._is_stalled = plan is None and not self.scheduler.launched
         outputs = self.scheduler.take_ended()
         try:
             if plan is not None:
@@ -113,9 +114,9 @@ class EngineCore:
 
     @property
     def waits_for_store(self) -> bool:
-        """Whether the next step could only wait for lower tiers; the caller may sleep a moment."""
-        scheduler = self.scheduler
-        return not scheduler.launched and not scheduler.running
+        """Whether the last step found nothing to compute and nothing under way: requests wait for lower tiers, or for
+        blocks that these hold. The caller may sleep a moment, and should: they need the interpreter."""
+        return self._is_stalled
 
     def stats(self) -> dict[str, Any]:
         """`lookup`, `tiers`, `preemptions` and `harmful_hits` of `GET /stats`, and `requests` by state."""

@@ -142,6 +142,7 @@ def test_who_waits_for_a_block_holds_up_only_those_who_need_one(depth: int) -> N
             num_tokens[name] += count
         if step == 50:  # the one needs its third block and the other its fourth
             assert num_tokens == {"first": 5, "second": 17}
+            assert rig.core.waits_for_store, "who steps it would spin"
     assert num_tokens == {"first": 30, "second": 30}
     assert not rig.core.has_work() and rig.core.scheduler.num_preemptions == 0
     rig.core.close()
