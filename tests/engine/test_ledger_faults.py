@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
+from pagetier.connectors.local import LocalConnector
+from pagetier.connectors.staged import StagedConnector
 from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.kvstore.keys import root_key
+from pagetier.kvstore.store import TieredStore
 from tests.engine.ledger import LedgerBlocks, LedgerRunner
 from tests.engine.test_ledger import (
     DOMAIN,
@@ -55,6 +59,53 @@ class FailingRunner(LedgerRunner):
             self.num_failures += 1
             raise RuntimeError("step failed")
         return result
+
+
+class LateStaging:
+    """Implements `connectors.staged.Staging`: a copy, like one on a stream of the device, happens as late as it may."""
+
+    def __init__(self, blocks: LedgerBlocks, num_slots: int, rng: random.Random) -> None:
+        self.num_slots = num_slots
+        self._blocks, self._rng = blocks, rng
+        self._slots = [bytearray(blocks.block_nbytes) for _ in range(num_slots)]
+        self._queue: deque[tuple[int, list[tuple[memoryview, memoryview]]]] = deque()
+        self._num_started = self._num_done = 0
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self._slots[slot])
+
+    def start_copy_out(self, block_ids: Sequence[int], slots: Sequence[int]) -> object:
+        pairs = zip(slots, block_ids, strict=True)
+        return self._start([(self.view(slot), self._blocks.readable(block)) for slot, block in pairs])
+
+    def start_copy_in(self, slots: Sequence[int], block_ids: Sequence[int]) -> object:
+        pairs = zip(slots, block_ids, strict=True)
+        return self._start([(self._blocks.writable(block), self.view(slot)) for slot, block in pairs])
+
+    def _start(self, copies: list[tuple[memoryview, memoryview]]) -> int:
+        self._num_started += 1
+        self._queue.append((self._num_started, copies))
+        return self._num_started
+
+    def is_done(self, token: object) -> bool:
+        assert isinstance(token, int)
+        while self._num_done < token and self._rng.random() < 0.5:
+            self._num_done, copies = self._queue.popleft()
+            for destination, source in copies:
+                destination[:] = source
+        return self._num_done >= token
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+def staged(store: TieredStore, blocks: LedgerBlocks, rng: random.Random) -> StagedConnector:
+    """As on a GPU, with a window of a few blocks."""
+    return StagedConnector(store, LateStaging(blocks, rng.choice((1, 2, 5, 40)), rng))
+
+
+def local(store: TieredStore, blocks: LedgerBlocks, rng: random.Random) -> LocalConnector:
+    return LocalConnector(store, blocks)
 
 
 @dataclass
@@ -108,7 +159,12 @@ def verify_prefixes(core: EngineCore, trace: list[TracedRequest], outcome: Outco
     assert scheduler.transfers.num_tickets == 0, "tickets leaked"
 
 
-def run_faulty(seed: int, rate: float, small_pool: bool) -> tuple[int, int]:
+def run_faulty(
+    seed: int,
+    rate: float,
+    small_pool: bool,
+    connect: Callable[[TieredStore, LedgerBlocks, random.Random], LocalConnector | StagedConnector] = local,
+) -> tuple[int, int]:
     """One engine; the number of failures, and of requests that ended with an error."""
     rng = random.Random(seed)
     trace = make_trace(rng, 30, abort_rate=rng.choice((0.0, 0.3)))
@@ -123,7 +179,7 @@ def run_faulty(seed: int, rate: float, small_pool: bool) -> tuple[int, int]:
     expected = {t.request.request_id: [*t.request.prompt_ids, *t.output] for t in trace}
     runner = FailingRunner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
     runner.rng, runner.rate = random.Random(rng.random()), rate
-    connector = SOUND.connector(make_store(rng, tiers, clock, blocks.block_nbytes), blocks) if tiers else None
+    connector = connect(make_store(rng, tiers, clock, blocks.block_nbytes), blocks, rng) if tiers else None
     core = EngineCore(config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
     try:
         outcome = run_until_empty(core, trace, clock)
@@ -166,3 +222,9 @@ def test_pools_smaller_than_a_request() -> None:
     """Down to one block: each is answered with what fits, or refused with the numbers; none waits for ever."""
     for seed in range(NUM_SEEDS):
         run_faulty(seed, rate=0.0, small_pool=True)
+
+
+def test_blocks_that_pass_through_a_staging_window() -> None:
+    """The device's copies run beside its steps: none may read a block too soon or write one too late."""
+    for seed in range(NUM_SEEDS):
+        run_faulty(seed, rate=0.02 * (seed % 2), small_pool=seed % 3 == 0, connect=staged)
