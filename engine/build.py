@@ -15,7 +15,15 @@ from pagetier.connectors.base import Connector
 from pagetier.connectors.cuda_blocks import CudaStaging
 from pagetier.connectors.local import LocalConnector
 from pagetier.connectors.staged import StagedConnector
-from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, EngineConfig
+from pagetier.engine.config import (
+    BLOCK_SIZES,
+    BLOCK_SIZES_ALLOWED,
+    CPU_KERNELS,
+    DEVICES,
+    DTYPES,
+    MAX_THREADS,
+    EngineConfig,
+)
 from pagetier.engine.core import EngineCore
 from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
 from pagetier.engine.identity import cache_identity
@@ -173,6 +181,8 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
             f"--max-model-len: got {max_model_len}; the model was made for {model.max_model_len} "
             f"(--allow-long-context lifts this, for speed tests only)"
         )
+    if config.block_size not in BLOCK_SIZES:  # before it divides anything
+        raise ConfigError.bad_value("--block-size", config.block_size, BLOCK_SIZES_ALLOWED)
     memory = config.kv_cache_memory if device == "cpu" else _free_gpu_memory(config.gpu_memory_utilization)
     num_blocks = memory // (nbytes_per_token * config.block_size)
     if num_blocks < 1:

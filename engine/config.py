@@ -10,6 +10,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
 MAX_THREADS = 1024
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, ok, allowed in (
-            ("--block-size", self.block_size in (1, 2, 4, 8, 16, 32, 64, 128), "a power of two from 1 to 128"),
+            ("--block-size", self.block_size in BLOCK_SIZES, BLOCK_SIZES_ALLOWED),
             ("--kv-cache-memory", self.num_blocks >= 1, "room for at least one block"),
             ("--max-num-seqs", self.max_num_seqs >= 1, "at least 1"),
             ("--max-num-batched-tokens", self.max_num_batched_tokens >= 1, "at least 1"),

@@ -86,6 +86,7 @@ def _usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "pagetier"
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    message = message or "no command was given"  # the help is on stdout already, and says nothing of why
     return _fail(f"{' '.join(message.split())} (see {path} --help)", 2)
 
 

@@ -87,6 +87,9 @@ def test_each_level_has_a_domain_of_its_own(checkpoint: Path) -> None:
         ({"cpu_kernels": "sse"}, "--cpu-kernels: got 'sse'; allowed: auto, avx2, avx512, avx512_bf16, torch"),
         ({"threads": -1}, "--threads: got -1; allowed: 0 to 1024"),
         ({"threads": 1025}, "--threads: got 1025; allowed: 0 to 1024"),
+        ({"block_size": 0}, "--block-size: got 0; allowed: a power of two from 1 to 128"),
+        ({"block_size": -16}, "--block-size: got -16; allowed: a power of two from 1 to 128"),
+        ({"block_size": 24}, "--block-size: got 24; allowed: a power of two from 1 to 128"),
     ],
 )
 def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:

@@ -151,6 +151,12 @@ def test_wrong_usage_is_one_line_and_status_2(here: Here, arguments: tuple[str, 
     assert ran.stderr.startswith("pagetier: ") and ran.stderr.count("\n") == 1
 
 
+def test_no_command_shows_the_help_and_says_why(here: Here) -> None:
+    ran = here()
+    assert ran.returncode == 2 and "Usage: " in ran.stdout
+    assert ran.stderr.startswith("pagetier: no command was given (see ") and ran.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("engine_process", ["on", "off"])
 def test_what_only_the_engine_can_refuse_is_told_the_same_way(engine_process: str) -> None:
     flags = ("--max-model-len", "9000", "--port", "0", "--engine-process", engine_process)
