@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
@@ -105,9 +106,9 @@ class LLM:
         return answers
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str, open_choices: dict[str, _Choice]
+        self, prompt: str | list[int], params: SamplingParams, cache_salt: str, open_choices: dict[str, _Choice]
     ) -> RequestOutput:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
@@ -199,12 +200,18 @@ class _Choice:
         return output.finish_reason is not None
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """One entry per prompt. Raises ConfigError for a mixture, which would otherwise lose some."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(token, int) for token in prompts):
-        return [[token for token in prompts if isinstance(token, int)]]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    entries: list[Any] = list(prompts)
+    ids = [entry for entry in entries if isinstance(entry, Integral)]  # numpy's too
+    if ids and len(ids) < len(entries):
+        allowed = "texts and lists of token ids, or the token ids of one prompt"
+        raise ConfigError.bad_value("prompts", f"the token id {ids[0]} beside whole prompts", allowed)
+    if ids:
+        return [[int(token) for token in ids]]
+    return [entry if isinstance(entry, str) else [int(token) for token in entry] for entry in entries]
 
 
 def _serve_config(model: str, kv_tier: Sequence[str], options: dict[str, Any]) -> ServeConfig:

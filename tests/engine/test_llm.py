@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagetier.engine.llm import LLM, RequestOutput
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.kvstore.errors import PagetierError
+from pagetier.kvstore.errors import ConfigError, PagetierError
 from tests.engine.checkpoints import byte_level_tokenizer, hf_model, tokenizer_fields, write_gguf
 
 KV_BYTES = 512  # of one token: 2 layers, k and v, 2 heads of 16, float32
@@ -171,6 +172,22 @@ def test_an_unfit_prompt_among_good_ones_ends_the_call_and_not_the_engine(checkp
                 with pytest.raises(PagetierError):
                     llm.generate([*PROMPTS[:at], bad, *PROMPTS[at:]], params)
             assert comparable(llm.generate(PROMPTS, params)) == expected
+
+
+def test_prompts_are_texts_or_ids_and_none_is_lost(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    ids = PROMPTS[5]
+    with llm_of(checkpoint) as llm:
+        [expected] = comparable(llm.generate([ids], params))
+        forms: list[Any] = [ids, tuple(ids), np.array(ids), list(np.array(ids)), [np.array(ids)], (tuple(ids),)]
+        for one in forms:
+            assert comparable(llm.generate(one, params)) == [expected]
+        both: list[Any] = ["a", ids, "b"]
+        assert len(llm.generate(both, params)) == 3
+        mixtures: list[Any] = [[5, "a"], ["a", 5], [ids, 5]]
+        for mixture in mixtures:
+            with pytest.raises(ConfigError, match="prompts: got .*token id 5"):
+                llm.generate(mixture, params)
 
 
 def test_engines_of_one_process_share_nothing_but_the_store(checkpoint: Path, tmp_path: Path) -> None:
