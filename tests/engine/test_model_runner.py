@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,7 +221,8 @@ class SlowToWrite:
         self.numerics: dict[str, str] = {}
 
     def forward(self, token_ids: torch.Tensor, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        torch.cuda._sleep(500_000_000)  # cycles: some 0.3 s
+        untyped: Any = torch.cuda
+        untyped._sleep(500_000_000)  # cycles: some 0.3 s
         pool[0].fill_(1.0)
         return torch.zeros((len(batch.logits_indices), self.config.vocab_size), device=self.device)
 
@@ -238,7 +240,8 @@ def test_what_is_collected_is_in_the_pool_even_without_samples(threaded: bool) -
     runner = ModelRunner(SlowToWrite(), pool, threaded=threaded)
     batch = dataclasses.replace(StaticRowsOfOne().batch, logits_indices=int32(), samples=())
     assert len(run(runner, batch).token_ids) == 0
-    with torch.cuda.stream(torch.cuda.Stream()):
+    untyped: Any = torch.cuda
+    with torch.cuda.stream(untyped.Stream()):
         saved = pool.tensor[0].to("cpu", non_blocking=True)
         torch.cuda.current_stream().synchronize()
     runner.close()
