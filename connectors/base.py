@@ -42,6 +42,10 @@ class Connector(Protocol):
     def poll(self) -> list[Completion]:
         """Everything that finished since the last call."""
 
+    @property
+    def num_returns(self) -> int:
+        """Times a tier came back after a failure or a restart: what was saved before may be missing there."""
+
     def stats(self) -> dict[str, Any]:
         """Per-tier counters in the shape of `GET /stats` (`tiers` only, without hits)."""
 

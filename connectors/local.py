@@ -47,6 +47,10 @@ class LocalConnector:
     def poll(self) -> list[Completion]:
         return self._store.poll()
 
+    @property
+    def num_returns(self) -> int:
+        return self._store.num_returns
+
     def stats(self) -> dict[str, Any]:
         return self._store.stats()
 

@@ -126,6 +126,10 @@ class StagedConnector:
         done, self._done = self._done, []
         return done
 
+    @property
+    def num_returns(self) -> int:
+        return self._store.num_returns
+
     def stats(self) -> dict[str, Any]:
         return self._store.stats()
 

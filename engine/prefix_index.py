@@ -26,7 +26,8 @@ MAX_PARTIAL_CANDIDATES = 32  # siblings looked at for a partly matching block; b
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One full block of the tree. `saved`: it was handed to the lower tiers and not refused."""
+    """One full block of the tree. `saved`: the state of the lower tiers (`Transfers.tiers_state`) in which it was
+    handed to them and not refused, 0 for never."""
 
     name: BlockName | None  # None: a root
     block: int
@@ -36,7 +37,7 @@ class Node:
     active: int = 0
     referenced: bool = False
     last_used: int = 0
-    saved: bool = False
+    saved: int = 0
     attached: bool = True
 
     def chain(self) -> list[Node]:

@@ -316,7 +316,8 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         self.transfers.touch(match.nodes)
-        self.transfers.save([node for node in match.nodes if not node.saved])
+        tiers_state = self.transfers.tiers_state
+        self.transfers.save([node for node in match.nodes if node.saved != tiers_state])
         if match.nodes:
             self.index.touch(match.nodes[-1])
             request.tip = match.nodes[-1]
@@ -433,8 +434,9 @@ class Scheduler:
             cached[tier] = cached.get(tier, 0) + block_size
         self.loading.remove(request)
         self._set_computed(request, end * block_size)
+        tiers_state = self.transfers.tiers_state
         for node in self._index_blocks(request):
-            node.saved = True
+            node.saved = tiers_state
         self._start_running(request, cached)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:

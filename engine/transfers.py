@@ -57,6 +57,11 @@ class Transfers:
         """Whether `poll` is expected to answer something that a request waits for."""
         return bool(self._lookups or self._loads)
 
+    @property
+    def tiers_state(self) -> int:
+        """Changes when a lower tier came back: what was saved before is offered again when it is touched."""
+        return 1 if self._connector is None else 1 + self._connector.num_returns
+
     def look_up(self, request: Request, first: int, end: int) -> None:
         """Ask the lower tiers for the request's blocks [first, end)."""
         assert self._connector is not None and request.ticket is None
@@ -82,8 +87,9 @@ class Transfers:
         names = [node.name for node in nodes if node.name is not None]
         blocks = [node.block for node in nodes]
         self._pool.acquire(blocks)
+        tiers_state = self.tiers_state
         for node in nodes:
-            node.saved = True
+            node.saved = tiers_state
         self._saves[self._connector.submit_save(names, blocks)] = list(nodes)
 
     def touch(self, nodes: Sequence[Node]) -> None:
@@ -143,7 +149,7 @@ class Transfers:
         nodes = self._saves.pop(done.job)
         for node, status in zip(nodes, done.statuses, strict=True):
             if status not in STORED:
-                node.saved = False  # a later touch tries again
+                node.saved = 0  # a later touch tries again
         self._pool.release([node.block for node in nodes])
 
     def check(self) -> None:

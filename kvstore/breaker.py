@@ -64,6 +64,7 @@ class Breaker:
         self._policy, self._clock = policy or BreakerPolicy(), clock
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED  # guarded by self._lock, as all below
+        self.num_recoveries = 0  # times it closed again
         self._era = 0  # counts changes of state; outcomes of an earlier era are ignored
         self._recent: deque[bool] = deque(maxlen=self._policy.window)  # True: bad
         self._failures = 0
@@ -114,6 +115,7 @@ class Breaker:
     def _end_probe(self, outcome: Outcome, reason: str) -> None:
         if outcome is Outcome.GOOD:
             self._change(BreakerState.CLOSED)
+            self.num_recoveries += 1
             self._cool_s = self._policy.cool_s
             logger.warning("%s: closed again, in use", self._name)
         elif outcome is Outcome.NEUTRAL:

@@ -126,6 +126,11 @@ class TierPort:
         }
 
     @property
+    def num_returns(self) -> int:
+        """Times the tier came back, with a breaker closed again or the medium begun anew."""
+        return self.reads.num_recoveries + self.writes.num_recoveries + self.tier.counters().restarts
+
+    @property
     def state(self) -> BreakerState:
         """The worse of the two breakers."""
         states = {self.reads.state, self.writes.state}

@@ -192,6 +192,11 @@ class TieredStore:
         }
 
     @property
+    def num_returns(self) -> int:
+        """Times a tier came back. What was put before may be missing there: it was dropped meanwhile, or lost."""
+        return sum(port.num_returns for port in self._ports)
+
+    @property
     def is_degraded(self) -> bool:
         """Whether some tier's breaker is not closed."""
         return any(port.state is not BreakerState.CLOSED for port in self._ports)

@@ -44,7 +44,10 @@ class BlockWrite:
 
 @dataclass(frozen=True, slots=True)
 class TierCounters:
-    """A tier's own account. Counts since start; `blocks` and `nbytes` are present values."""
+    """A tier's own account. Counts since start; `blocks` and `nbytes` are present values.
+
+    restarts: times the medium was found to have begun anew, perhaps empty.
+    """
 
     blocks: int = 0
     nbytes: int = 0
@@ -54,6 +57,7 @@ class TierCounters:
     corrupt: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    restarts: int = 0
 
 
 class Tier(Protocol):

@@ -56,6 +56,7 @@ class Account:
         self._evictions = 0  # of servers that restarted since
         self._refresh_at_s = 0.0
         self._added_blocks = self._added_bytes = 0  # since the last INFO
+        self._restarts = 0
         self._errors = self._corrupt = self._bytes_read = self._bytes_written = 0
         self._error_replies: Counter[str] = Counter()
         self._trouble: dict[str, str] = {}  # by direction: a server that is full or a replica still reads well
@@ -123,6 +124,7 @@ class Account:
             elif before.run_id != state.run_id or state.evictions < before.evictions:
                 self._evictions += before.evictions - self._evictions_before
                 self._evictions_before = 0
+            self._restarts += before is not None and before.run_id != state.run_id
             self._state = state
             self._added_blocks = self._added_bytes = 0
 
@@ -148,4 +150,5 @@ class Account:
                 corrupt=self._corrupt,
                 bytes_read=self._bytes_read,
                 bytes_written=self._bytes_written,
+                restarts=self._restarts,
             )

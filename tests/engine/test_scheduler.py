@@ -38,11 +38,12 @@ def request(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
     return EngineRequest(name, tuple(prompt), params, seed=0)
 
 
-def store_of(blocks: LedgerBlocks, clock: Clock, faults: Faults) -> TieredStore:
-    """One tier whose lookups are I/O."""
+def store_of(blocks: LedgerBlocks, clock: Clock, faults: Faults, with_nvme: bool = False) -> TieredStore:
+    """One tier whose lookups are I/O, below a sound one that answers at once if wanted."""
+    nvme = MemoryTier(1 << 20, name="nvme", clock=clock, sleep=clock.sleep)
     tier = MemoryTier(1 << 20, name="redis", answers_at_once=False, faults=faults, clock=clock, sleep=clock.sleep)
     return TieredStore(
-        [tier],
+        [nvme, tier] if with_nvme else [tier],
         part=Part(0, 0, 1, 0, 1),
         payload_bytes=blocks.block_nbytes,
         clock=clock,
@@ -59,12 +60,13 @@ class Rig:
         config: EngineConfig,
         faults: Faults,
         connector: type[LocalConnector] = LocalConnector,
+        with_nvme: bool = False,
     ) -> None:
         self.clock = Clock()
         blocks = LedgerBlocks(config.num_blocks, config.block_size)
         expected = {r.request_id: expected_tokens(r.prompt_ids, r.params.max_tokens or 0, VOCAB_SIZE) for r in requests}
         runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=True)
-        self.connector: Any = connector(store_of(blocks, self.clock, faults), blocks)
+        self.connector: Any = connector(store_of(blocks, self.clock, faults, with_nvme), blocks)
         self.core = EngineCore(config, runner, self.connector, root_of=root_of)
 
     def step(self) -> dict[str, int]:
@@ -181,3 +183,24 @@ def test_planning_does_not_look_at_all_who_wait() -> None:
             samples = sum(row.sample >= 0 for row in plan.rows)
             scheduler.commit(plan, StepResult(plan.step, np.zeros(samples, np.int64), (None,) * samples))
     connector.close()
+
+
+def test_a_prefix_hot_on_the_device_is_stored_again_when_a_tier_comes_back() -> None:
+    """Among other traffic, which is how the tier's return is noticed."""
+    rng = random.Random(5)
+    hot = [rng.randrange(VOCAB_SIZE) for _ in range(33)]
+    others = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(10)]
+    prompts = [prompt for other in others for prompt in (hot, other)]
+    requests = [request(f"r{i}", prompt, 2) for i, prompt in enumerate(prompts)]
+    faults = Faults()
+    rig = Rig(requests, EngineConfig(num_blocks=64, max_model_len=64, block_size=4), faults, with_nvme=True)
+    for i, each in enumerate(requests):
+        faults.down = i < 10
+        rig.core.add_request(each)
+        while rig.core.has_work():
+            rig.step()
+        rig.clock.sleep(40.0)  # past the breaker's longest pause
+    tiers = rig.core.stats()["tiers"]
+    assert tiers["nvme"]["blocks"] == 8 + 10 * 2, "stored at once"
+    assert tiers["redis"]["blocks"] == 8 + 5 * 2, "the whole hot prefix, though nobody computed it after the outage"
+    rig.core.close()

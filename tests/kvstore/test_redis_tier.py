@@ -318,6 +318,20 @@ def test_a_restarted_server_costs_misses_not_errors(own_server: Valkey) -> None:
     tier.close()
 
 
+def test_a_restart_of_the_server_is_noticed_by_a_touch(own_server: Valkey) -> None:
+    tier = RedisTier(own_server.url, DOMAIN, refresh_interval_s=0.0)
+    names = chain(3, seed=19)
+    put(tier, names)
+    tier.touch(addresses(names))
+    assert tier.counters().restarts == 0
+    own_server.kill()
+    own_server.start()
+    tier.touch(addresses(names))  # may find the old connection closed
+    tier.touch(addresses(names))
+    assert tier.counters().restarts == 1 and tier.counters().blocks == 0
+    tier.close()
+
+
 def test_a_full_server_drops_and_goes_on_serving() -> None:
     with own_valkey(maxmemory=str(3 << 20), maxmemory_policy="noeviction") as server:
         tier = RedisTier(server.url, DOMAIN, max_pipeline_bytes=16 * PAYLOAD_BYTES, refresh_interval_s=0.0)
