@@ -46,6 +46,11 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
+def invalid(param: str, reason: str) -> ApiError:
+    """A value that cannot be used: `param` and why."""
+    return ApiError(400, f"{param}: {reason}", param=param)
+
+
 def overloaded(num_open: int, limit: int) -> ApiError:
     return ApiError(
         503,

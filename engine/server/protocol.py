@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.engine.server.errors import ApiError, unsupported
+from pagetier.engine.server.errors import ApiError, invalid, unsupported
 from pagetier.kvstore.errors import ConfigError
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
@@ -208,6 +208,9 @@ class TextPart(BaseModel):
     text: str | None = None
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -221,6 +224,10 @@ class ChatMessage(BaseModel):
                 continue
             where = f"messages[{index}].{name}"
             raise unsupported(where, f"{where!r} is not supported by this server; leave it out")
+        if self.role not in ROLES:
+            raise invalid(f"messages[{index}].role", f"got {self.role!r}; allowed: {', '.join(ROLES)}")
+        if self.content is None and self.role != "assistant":
+            raise invalid(f"messages[{index}].content", f"is missing; a message of role {self.role!r} needs text")
         message: dict[str, Any] = {"role": self.role, "content": self._text(index)}
         if self.model_extra and self.model_extra.get("name"):
             message["name"] = self.model_extra["name"]

@@ -191,3 +191,18 @@ def test_top_logprobs_needs_logprobs() -> None:
     assert refusal(chat, top_logprobs=2).param == "top_logprobs"
     assert chat(logprobs=True).params().logprobs == 0
     assert chat(logprobs=True, top_logprobs=2).params().logprobs == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "bogus", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "system", "content": None}, "messages[0].content"),
+    ],
+)
+def test_a_message_that_cannot_be_meant_is_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(messages=[message]).template_messages()
+    assert refused.value.status == 400 and refused.value.param == param
