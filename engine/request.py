@@ -50,6 +50,7 @@ class Request:
         "num_known_tokens",
         "num_placeholders",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_tabled_blocks",
         "order",
         "root",
@@ -67,7 +68,7 @@ class Request:
         self.root = root
         self.state = RequestState.WAITING
         self.finish_reason: str | None = None
-        self.num_known_tokens = len(spec.prompt_ids)
+        self.num_prompt_tokens = self.num_known_tokens = len(spec.prompt_ids)
         self._buffer: I32 = np.empty(self.num_known_tokens + 64, np.int32)
         self._buffer[: self.num_known_tokens] = spec.prompt_ids
         self._packed_prompt = pack_tokens(self._buffer[: self.num_known_tokens])
@@ -96,10 +97,6 @@ class Request:
     @property
     def request_id(self) -> str:
         return self.spec.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
