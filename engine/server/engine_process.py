@@ -6,6 +6,7 @@ only by the messages of `wire`. The same loop runs as the main thread of its own
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -264,6 +265,8 @@ def serve_engine(
     link = EngineLink(directory)
     try:
         engine = load_factory(factory)(config)
+        if lifeline is not None:
+            _calm_the_collector()
         loop = EngineLoop(engine, link, shutdown_timeout_s, lifeline)
         with _SigtermDrains(loop, link, active=lifeline is not None):
             loop.run()
@@ -304,6 +307,15 @@ class _SigtermDrains:
         self._link.unwatch(self._wake_in)
         os.close(self._wake_in)
         os.close(self._wake_out)
+
+
+def _calm_the_collector() -> None:
+    """Model and modules stay; requests die by reference count. Without this, thousands of waiting requests are walked
+    every few steps: planning 1,000 running and 10,000 waiting took 9 ms at the median and 30 ms at p99, 10 ms with it
+    (two EPYC cores, 2026-11-29)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def main() -> int:
