@@ -40,15 +40,6 @@ class Node:
     saved: int = 0
     attached: bool = True
 
-    def chain(self) -> list[Node]:
-        """From the first block to this one."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -235,12 +226,6 @@ class PrefixIndex:
             self._offer(parent)
         elif not parent.children:
             del self._roots[name.root]
-
-    def clear_unreferenced(self) -> list[int]:
-        """Evict everything evictable; their ids."""
-        freed = self.evict(self._num_evictable)
-        assert freed is not None
-        return freed
 
     def check(self) -> None:
         """Raise AssertionError with ids when an invariant of the class is broken. Costs a walk over the tree."""

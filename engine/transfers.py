@@ -53,11 +53,6 @@ class Transfers:
         return bool(self._destinations or self._saves)
 
     @property
-    def busy(self) -> bool:
-        """Whether `poll` is expected to answer something that a request waits for."""
-        return bool(self._lookups or self._loads)
-
-    @property
     def tiers_state(self) -> int:
         """Changes when a lower tier came back: what was saved before is offered again when it is touched."""
         return 1 if self._connector is None else 1 + self._connector.num_returns

@@ -64,10 +64,7 @@ typedef struct {
     void (*merge_bf16)(const pt_attention *args, int64_t merge, int32_t worker);
 } pt_kernels;
 
-/* NULL where the compiler could not build the level. */
-const pt_kernels *pt_kernels_avx2(void);
-const pt_kernels *pt_kernels_avx512(void);
-const pt_kernels *pt_kernels_avx512_bf16(void);
+/* NULL where the machine does not run the level. */
 const pt_kernels *pt_kernels_of(int32_t isa);
 
 #endif

@@ -11,7 +11,7 @@ typedef struct {
 } pt_attention_lists;
 
 size_t pt_attention_worker_bytes(const pt_model *model);
-/* `lists` has room for what pt_max_attention_tasks says. */
+/* `lists` has room for the most tasks and merges that a batch can have; forward.c lays it out. */
 void pt_attention_list(const pt_model *model, const pt_batch *batch, pt_attention_lists *lists);
 
 #endif

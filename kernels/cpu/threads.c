@@ -27,7 +27,6 @@ typedef struct {
 
 struct pt_threads {
     int32_t num_workers; /* the caller is worker 0 */
-    int32_t first_cpu;
     pt_worker *workers;
     /* The current section: written by the caller before `generation` is raised. */
     pt_task_fn fn;
@@ -111,7 +110,7 @@ pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu) {
     if (num_threads < 1 || num_threads > 1024) return NULL;
     pt_threads *threads = aligned_alloc(64, pt_ceil(sizeof *threads, 64) * 64);
     if (threads == NULL) return NULL;
-    *threads = (pt_threads){.num_workers = 1, .first_cpu = first_cpu};
+    *threads = (pt_threads){.num_workers = 1};
     atomic_init(&threads->num_inside, -1);
     threads->workers = calloc(num_threads, sizeof *threads->workers);
     if (threads->workers == NULL) {
