@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 from pagetier.kvstore.nvme.files import Files, read_bytes, write_full
@@ -108,7 +107,7 @@ class Catalog:
             if self._listed_ns.get(writer) != changed_ns:
                 paths = self._folder.segment_paths(writer)
                 self._relist(ours, paths, fresh)
-                if time.time_ns() - changed_ns > _SETTLED_NS:
+                if self._files.time_ns() - changed_ns > _SETTLED_NS:
                     self._listed_ns[writer] = changed_ns
         except FileNotFoundError:
             return
@@ -204,7 +203,7 @@ class Catalog:
                 if self._renewed.get(ident) not in (None, tick) or (wrong_from is not None and tick >= wrong_from)
             ]
             self._renewed.update({ident: tick for ident, tick in ticks.items() if ident in self._segments})
-            now = time.time_ns() - len(stale)
+            now = self._files.time_ns() - len(stale)
             for i, (_, negative) in enumerate(sorted(stale)):
                 segment = self._segments.get(-negative)
                 if segment is not None:

@@ -1,7 +1,7 @@
-"""The seam under the NVMe tier: every file operation it makes goes through `Files`, so that faults can be put in here.
+"""The seam under the NVMe tier: every file operation it makes, and every look at a clock, goes through `Files`.
 
-Owns no state. Every method is one system call (or close to it), raises OSError and nothing else, and may be called by
-any thread.
+Faults are put in here (fault_fs.py), and a disk in memory that loses what was not synced (crash_fs.py). Owns no state.
+Every method is one system call (or close to it), raises OSError and nothing else, and may be called by any thread.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +21,7 @@ MAX_BUFFERS = 1024  # IOV_MAX on Linux
 
 
 class Files:
-    """The real file system. Fault-injecting versions override what they break."""
+    """The real file system and its clocks."""
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor, not inherited by children; files are made with mode 0600."""
@@ -76,6 +77,17 @@ class Files:
 
     def set_mtime(self, path: Path, time_ns: int) -> None:
         os.utime(path, ns=(time_ns, time_ns))
+
+    def now_s(self) -> float:
+        """Seconds of the clock that deadlines are in."""
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        """The clock that modification times are in, ns since 1970."""
+        return time.time_ns()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def read_full(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,8 +84,8 @@ class Folder:
     @contextlib.contextmanager
     def room_lock(self, deadline_s: float) -> Iterator[bool]:
         """Hold PATH/lock, under which room is made and taken; False when the deadline passed first."""
-        while (fd := self.try_lock(self.path)) is None and time.monotonic() < deadline_s:
-            time.sleep(_LOCK_POLL_S)
+        while (fd := self.try_lock(self.path)) is None and self._files.now_s() < deadline_s:
+            self._files.sleep(_LOCK_POLL_S)
         try:
             yield fd is not None
         finally:

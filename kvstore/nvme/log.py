@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -257,7 +256,7 @@ class SegmentLog:
         fd = self._files.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             self._files.allocate(fd, size)
-            write_full(self._files, fd, [pack_first_page(size, time.time_ns(), Commit(False, 0, start))], 0)
+            write_full(self._files, fd, [pack_first_page(size, self._files.time_ns(), Commit(False, 0, start))], 0)
             inode = self._files.stat(fd).st_ino
             self._files.rename(partial, path)
             if self._settings.fsync != "none":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
@@ -103,7 +102,7 @@ class Reader:
 
     def _read_run(self, run: list[Wanted], statuses: list[BlockStatus], scratch: memoryview, deadline_s: float) -> bool:
         """Read one run and set its statuses; False when the read itself failed."""
-        if time.monotonic() >= deadline_s:
+        if self._files.now_s() >= deadline_s:
             for record in run:
                 statuses[record.index] = BlockStatus.TIMEOUT
             return True

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
@@ -209,7 +208,7 @@ class NvmeTier:
         """As in `Tier`. A deadline that passes while the disk works is noticed after the running operation."""
         if not self._attached:
             return [BlockStatus.ERROR] * len(reads)
-        if time.monotonic() >= deadline_s:
+        if self._files.now_s() >= deadline_s:
             return [BlockStatus.TIMEOUT] * len(reads)
         statuses = [BlockStatus.MISS] * len(reads)
         packed = self._packed([read.address for read in reads])
@@ -235,11 +234,11 @@ class NvmeTier:
             if self._attached and self._index.contains(write.name.key + tag):
                 continue
             statuses[i] = BlockStatus.TIMEOUT
-            if time.monotonic() < deadline_s:
+            if self._files.now_s() < deadline_s:
                 header = pack_header(self._domain, write.name, write.part, write.source)
                 pending = Pending(write.name.key + tag, write.name.parent + tag, header, write.source.cast("B"))
                 todo.append((i, pending))
-        if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - self._files.now_s())):
             try:
                 self._put_locked(todo, statuses, deadline_s)
             except OSError as error:
@@ -264,7 +263,7 @@ class NvmeTier:
                 seen.add(record.address)
                 fresh.append((i, record))
         while fresh:
-            if time.monotonic() >= deadline_s:
+            if self._files.now_s() >= deadline_s:
                 _mark(statuses, fresh, BlockStatus.TIMEOUT)
                 return
             count = self._log.batch([record for _, record in fresh[:256]])
