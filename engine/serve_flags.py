@@ -15,6 +15,7 @@ from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
+from pagetier.kvstore.mac import load_mac_key
 
 MODEL, SERVER, SCHEDULER, CACHE, TIERS = "Model", "Server", "Scheduler", "KV cache on the device", "KV tiers below it"
 
@@ -148,7 +149,12 @@ class ServeFlags:
         str | None, _option("--kv-write-policy", panel=TIERS, text="Not built yet.", hidden=True)
     ] = None
     kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text="checksum (shadow: later).")] = "checksum"
-    kv_mac_key: Annotated[Path | None, _option("--kv-mac-key", panel=TIERS, text="Not built yet.", hidden=True)] = None
+    kv_mac_key: Annotated[
+        Path | None,
+        _option(
+            "--kv-mac-key", panel=TIERS, text="File with a secret that NVMe and Redis records are authenticated with."
+        ),
+    ] = None
 
 
 # Flags whose feature does not exist yet: field -> the values that ask for nothing.
@@ -166,7 +172,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto",),
     "kv_write_policy": (None,),
     "kv_verify": ("checksum",),
-    "kv_mac_key": (None,),
 }
 
 
@@ -194,7 +199,10 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
         "redis_ttl_s": flags.kv_redis_ttl,
         "redis_linger_s": flags.kv_redis_linger,
         "load_budget_s": flags.kv_load_budget_ms / 1e3,
+        "mac_key_file": None if flags.kv_mac_key is None else str(flags.kv_mac_key.expanduser().absolute()),
     }
+    if flags.kv_mac_key is not None:
+        load_mac_key(flags.kv_mac_key.expanduser())  # refused before a model is loaded
     StoreConfig(**(fields | {"tiers": tuple(fields["tiers"])}))  # refuses here what it would refuse there
     return fields
 

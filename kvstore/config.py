@@ -84,6 +84,7 @@ class StoreConfig:
     redis_url: redis://, rediss://, unix:// or embedded. redis_size: the embedded server's maxmemory; 4 GiB.
     redis_ttl_s: a day, which outlives a working day's system prompts. redis_linger_s: the embedded server's life
         after its last user; 10 minutes bridge a restart.
+    mac_key_file: --kv-mac-key; None: records carry a checksum, which accidents cannot pass but a forger can.
     load_budget_s: for one request's lookup and loads, beyond the time its bytes take at `limits.floor_bytes_per_s`; 1 s
         is less than the prefill that a useful hit saves.
     """
@@ -98,6 +99,7 @@ class StoreConfig:
     redis_size: int = 4 * GIB
     redis_ttl_s: int = 86_400
     redis_linger_s: float = 600.0
+    mac_key_file: Path | None = None
     load_budget_s: float = 1.0
     limits: StoreLimits = StoreLimits()
 

@@ -40,12 +40,11 @@ class HostTier:
     def __init__(
         self,
         capacity_bytes: int,
-        domain: bytes,
         *,
         slab_bytes: int = SLAB_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._domain, self._clock = domain, clock
+        self._clock = clock
         self._lock = threading.Lock()
         self._arena = Arena(capacity_bytes, slab_bytes=slab_bytes)  # guarded by self._lock, as all below
         self._entries: dict[Address, _Entry] = {}
@@ -68,6 +67,9 @@ class HostTier:
     def num_pinned(self) -> int:
         with self._lock:
             return self._lru.num_pinned
+
+    def set_domain(self, domain: bytes) -> None:
+        """Nothing to do: keys and roots, which entries are compared by, are the domain's already."""
 
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         with self._lock:

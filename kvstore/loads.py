@@ -21,11 +21,14 @@ from pagetier.kvstore.tier import BlockRead
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to load: `destinations[i]` takes block i, sought from port `first_ports[i]` on, until `deadline_s`."""
+    """What to load: `destinations[i]` takes block i, sought from port `first_ports[i]` on, until `deadline_s`.
+    domain: of the records, None for the tiers' own.
+    """
 
     job: int
     names: tuple[BlockName, ...]
     part: Part
+    domain: bytes | None
     destinations: tuple[memoryview, ...]
     first_ports: tuple[int, ...]
     deadline_s: float
@@ -128,7 +131,7 @@ class Load:
         """Second phase: read it. The lane queues again behind other loads, which keeps them fair."""
         port = self._ports[index]
         request = self.request
-        reads = [BlockRead(request.names[i], request.part, request.destinations[i]) for i in piece]
+        reads = [BlockRead(request.names[i], request.part, request.destinations[i], request.domain) for i in piece]
         statuses = port.get(reads, self.request.deadline_s)
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
         if index and loaded:

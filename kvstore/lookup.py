@@ -34,8 +34,9 @@ class Lookup:
         report: Callable[[LookupDone], None],
     ) -> None:
         self.ticket, self.deadline_s = ticket, deadline_s
-        self.loads: set[int] = set()  # owner: the store's thread, as the one below
+        self.loads: set[int] = set()  # owner: the store's thread, as the two below
         self.is_released = False
+        self.domain: bytes | None = None  # of the names
         self._names, self._ports, self._clock, self._report = tuple(names), ports, clock, report
         self._begun_s = clock()
         self.spent_s = 0.0  # of the ticket's budget; owner: the store's thread, once answered

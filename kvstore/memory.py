@@ -111,6 +111,9 @@ class MemoryTier:
     def answers_at_once(self) -> bool:
         return self._at_once
 
+    def set_domain(self, domain: bytes) -> None:
+        """Nothing to do: keys and roots, which records are compared by, are the domain's already."""
+
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         if not self._at_once:
             if self.faults.down:

@@ -1,15 +1,18 @@
 """The record: one block's bytes with everything they are checked against (proto/FORMAT.md, section "Record").
 
 Used by every tier that turns a block into bytes. Pure functions over buffers: no I/O, no state; garbage in gives a
-status, never an exception.
+status, never an exception. `mac_key` (kvstore/mac.py): records are made and checked with a keyed digest, and a record
+whose digest is of the other kind is not the one that was asked for.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -20,9 +23,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 MAGIC = b"PGTREC1\n"
 VERSION = 1
 CODEC_NONE = 0
+CHECK_XXH3, CHECK_MAC = 0, 1  # what `checksum` is: xxh3-128, or keyed BLAKE2b-128
 PAGE_BYTES = 4096
 
-_FIXED = struct.Struct("<8sHHIQQQI5I32s32s32s32s")
+_FIXED = struct.Struct("<8sHBBIQQQI5I32s32s32s32s")
+_MAC_PERSON = b"pgt1-record"
 _PART = struct.Struct("<5I")
 _CHECKSUM_AT = _FIXED.size  # 192
 _HEADER_CHECK_AT = _CHECKSUM_AT + 16  # 208
@@ -37,12 +42,14 @@ class RecordStatus(StrEnum):
     OK = "ok"
     GARBAGE = "garbage"  # not a record: magic, version, lengths or the header's own check are wrong, or it is cut short
     MISMATCH = "mismatch"  # a sound header, of another record than the one asked for
-    CHECKSUM = "checksum"  # the right header, other payload
+    CHECKSUM = "checksum"  # the right header, other payload or, with a MAC key, another key
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header. `payload_bytes` is the stored length, `raw_bytes` the decoded one."""
+    """A parsed header. `payload_bytes` is the stored length, `raw_bytes` the decoded one; `check`: CHECK_XXH3 or
+    CHECK_MAC.
+    """
 
     domain: bytes
     name: BlockName
@@ -51,6 +58,7 @@ class Header:
     payload_bytes: int
     raw_bytes: int
     checksum: bytes
+    check: int = CHECK_XXH3
 
 
 def header_bytes(num_tokens: int) -> int:
@@ -58,18 +66,29 @@ def header_bytes(num_tokens: int) -> int:
     return FIXED_BYTES + num_tokens * TOKEN_BYTES
 
 
-def pack_header(domain: bytes, name: BlockName, part: Part, payload: Buffer, codec: int = CODEC_NONE) -> bytes:
+def pack_header(
+    domain: bytes,
+    name: BlockName,
+    part: Part,
+    payload: Buffer,
+    codec: int = CODEC_NONE,
+    *,
+    mac_key: bytes | None = None,
+) -> bytes:
     """The unpadded header for a stored `payload` (with codec 0 the block's own bytes).
 
     Reads the whole payload for the checksum. Raises ValueError for a name that no record can have.
     """
-    payload_bytes = memoryview(payload).nbytes
-    fields = _pack_fields(domain, name, part, payload_bytes, codec)
-    checksum = _checksum(fields, name.tokens, payload)
+    fields = _pack_fields(domain, name, part, memoryview(payload).nbytes, (codec, _check_of(mac_key)))
+    checksum = _checksum(fields, name.tokens, payload, mac_key)
     return fields + checksum + _header_check(fields + checksum, name.tokens) + name.tokens
 
 
-def _pack_fields(domain: bytes, name: BlockName, part: Part, payload_bytes: int, codec: int) -> bytes:
+def _check_of(mac_key: bytes | None) -> int:
+    return CHECK_XXH3 if mac_key is None else CHECK_MAC
+
+
+def _pack_fields(domain: bytes, name: BlockName, part: Part, payload_bytes: int, coding: tuple[int, int]) -> bytes:
     num_tokens, odd = divmod(len(name.tokens), TOKEN_BYTES)
     if odd or not 1 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"a record holds 1 to {MAX_TOKENS} tokens of 4 bytes, got {len(name.tokens)} bytes")
@@ -81,7 +100,7 @@ def _pack_fields(domain: bytes, name: BlockName, part: Part, payload_bytes: int,
         return _FIXED.pack(
             MAGIC,
             VERSION,
-            codec,
+            *coding,
             header_bytes(num_tokens),
             payload_bytes,
             payload_bytes,
@@ -101,11 +120,16 @@ def _pack_fields(domain: bytes, name: BlockName, part: Part, payload_bytes: int,
         raise ValueError(f"position, part or codec out of range: {error}") from None
 
 
-def _checksum(fields: bytes, tokens: bytes, payload: Buffer) -> bytes:
-    hasher = xxhash.xxh3_128(fields)
+def _checksum(fields: bytes, tokens: bytes, payload: Buffer, mac_key: bytes | None) -> bytes:
+    hasher: Any = (
+        xxhash.xxh3_128(fields)
+        if mac_key is None
+        else hashlib.blake2b(fields, digest_size=16, key=mac_key, person=_MAC_PERSON)
+    )
     hasher.update(tokens)
     hasher.update(payload)
-    return hasher.digest()
+    digest: bytes = hasher.digest()
+    return digest
 
 
 def _header_check(checked: bytes, tokens: bytes) -> bytes:
@@ -121,7 +145,8 @@ def parse_header(buffer: Buffer) -> Header | None:
     if view.nbytes < FIXED_BYTES:
         return None
     fixed = bytes(view[:FIXED_BYTES])
-    magic, version, codec, size, payload_bytes, raw_bytes, position, num_tokens, *rest = _FIXED.unpack_from(fixed)
+    magic, version, codec, check, size, *counts = _FIXED.unpack_from(fixed)
+    payload_bytes, raw_bytes, position, num_tokens, *rest = counts
     if magic != MAGIC or version != VERSION or not 1 <= num_tokens <= MAX_TOKENS:
         return None
     if size != header_bytes(num_tokens) or view.nbytes < size or payload_bytes > MAX_PAYLOAD_BYTES:
@@ -131,17 +156,18 @@ def parse_header(buffer: Buffer) -> Header | None:
         return None
     part, (domain, root, key, parent) = Part(*rest[:5]), rest[5:]
     name = BlockName(key, parent, root, position, tokens)
-    return Header(domain, name, part, codec, payload_bytes, raw_bytes, fixed[_CHECKSUM_AT:_HEADER_CHECK_AT])
+    return Header(domain, name, part, codec, payload_bytes, raw_bytes, fixed[_CHECKSUM_AT:_HEADER_CHECK_AT], check)
 
 
-def verify(header: Buffer, payload: Buffer, domain: bytes, name: BlockName, part: Part) -> RecordStatus:
+def verify(
+    header: Buffer, payload: Buffer, domain: bytes, name: BlockName, part: Part, *, mac_key: bytes | None = None
+) -> RecordStatus:
     """Check a record of codec 0: its header (may be followed by zeros, nothing else) and its whole payload.
 
     Every field is compared with what was asked for, then the checksum. Reads the payload once; never raises for
     anything that is in `header` or `payload`. Raises ValueError when what is asked for is no possible record.
     """
-    payload_bytes = memoryview(payload).nbytes
-    fields = _pack_fields(domain, name, part, payload_bytes, CODEC_NONE)
+    fields = _pack_fields(domain, name, part, memoryview(payload).nbytes, (CODEC_NONE, _check_of(mac_key)))
     size = header_bytes(name.num_tokens)
     found = bytes(memoryview(header).cast("B"))
     if len(found) < size:
@@ -151,7 +177,8 @@ def verify(header: Buffer, payload: Buffer, domain: bytes, name: BlockName, part
         return RecordStatus.GARBAGE if parse_header(found) is None else RecordStatus.MISMATCH
     if check != _header_check(fields + checksum, name.tokens) or found.count(0, size) != len(found) - size:
         return RecordStatus.GARBAGE
-    return RecordStatus.OK if checksum == _checksum(fields, name.tokens, payload) else RecordStatus.CHECKSUM
+    expected = _checksum(fields, name.tokens, payload, mac_key)
+    return RecordStatus.OK if hmac.compare_digest(checksum, expected) else RecordStatus.CHECKSUM
 
 
 def mismatched_fields(header: Header, domain: bytes, name: BlockName, part: Part, payload_bytes: int) -> list[str]:

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +29,7 @@ from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
 from pagetier.kvstore.loads import Load, LoadRequest
 from pagetier.kvstore.lookup import Lookup
+from pagetier.kvstore.mac import load_mac_key, warn_if_shared
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
@@ -37,7 +40,7 @@ FLUSH_POLL_S = 0.001
 
 
 class TieredStore:
-    """Lower tiers in hierarchy order, fastest first. One part, one payload size, one cache identity.
+    """Lower tiers in hierarchy order, fastest first. One part, one payload size, one cache identity at a time.
 
     All methods are for one thread, the engine's; none blocks but `flush` and `close`, none raises for what a tier does.
     The caller keeps destinations until their load quiesced and sources until their put is done. Jobs and tickets are
@@ -45,7 +48,7 @@ class TieredStore:
 
     load_budget_s: for one ticket's lookup and loads together. clock: seconds; must be the tiers' own. make_executor:
     `SeededExecutor(seed).factory` makes a run replay exactly, if the clock is a fake one too. resources: closed with
-    the store, after its tiers.
+    the store, after its tiers. domain: of what is put and looked up from now on; None: the tiers' own.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TieredStore:
         *,
         part: Part,
         payload_bytes: int,
+        domain: bytes | None = None,
         load_budget_s: float = 1.0,
         limits: StoreLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +68,7 @@ class TieredStore:
         if len(set(names)) != len(names):
             raise ConfigError.bad_value("--kv-tier", ",".join(names), "each tier once")
         self._part, self._payload_bytes = part, payload_bytes
+        self._domain = domain  # owner: the caller's thread
         self._budget_s, self._limits, self._clock = load_budget_s, limits or StoreLimits(), clock
         self._resources = resources or ExitStack()
         self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
@@ -87,6 +92,7 @@ class TieredStore:
         number, report = self._take_number(), self._done.append
         deadline_s = self._clock() + self._budget_s * self._limits.lookup_share
         lookup = Lookup(number, blocks, self._part, self._ports, deadline_s, self._clock, report)
+        lookup.domain = self._domain
         self._tickets[lookup.ticket] = lookup
         usable = [i for i, port in enumerate(self._ports) if port.reads.would_allow()]
         first_slow = next((i for i in usable if not self._ports[i].at_once), None)
@@ -110,6 +116,7 @@ class TieredStore:
             job=self._take_number(),
             names=tuple(blocks),
             part=self._part,
+            domain=lookup.domain,
             destinations=tuple(self._sized(destination) for destination in destinations),
             first_ports=tuple(lookup.first_ports(blocks)),
             deadline_s=self._clock() + left_s + self._floor_s(len(blocks)),
@@ -121,13 +128,17 @@ class TieredStore:
         load.start()
         return request.job
 
-    def submit_put(self, blocks: Sequence[BlockName], sources: Sequence[memoryview]) -> int:
+    def submit_put(
+        self, blocks: Sequence[BlockName], sources: Sequence[memoryview], *, domain: bytes | None = None
+    ) -> int:
         """Store blocks, head first, in every tier; a job. Names that a tier is known to hold cost nothing there.
+        `domain`: that of the names, if it is no longer the present one.
 
         `PutDone` comes when no source is read any more: OK when any tier stored the block now, EXISTS when it was there
         already, else what the first tier that refused it said."""
         self._check_open()
-        writes = [BlockWrite(n, self._part, self._sized(s)) for n, s in zip(blocks, sources, strict=True)]
+        domain = domain or self._domain
+        writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
         for port, queue in zip(self._ports, self._queues, strict=True):
             new: list[QueuedPut] = []
@@ -205,6 +216,22 @@ class TieredStore:
     def has_work(self) -> bool:
         """Whether a later `poll` will answer something."""
         return bool(self._done or self._asking or self._loads or not all(queue.is_idle for queue in self._queues))
+
+    @property
+    def domain(self) -> bytes | None:
+        """Of what is put and looked up now; None: the tiers' own."""
+        return self._domain
+
+    def set_identity(self, identity: CacheIdentity) -> None:
+        """From now on lookups and puts are `identity`'s, and it is kept in every tier, later and best effort.
+
+        What was begun goes on under the former one: puts that wait or are being written land there, loads read there.
+        Its blocks are not removed: nothing names them any more, so they are the first to be evicted, or expire."""
+        self._check_open()
+        self._domain, encoded = identity.domain(), identity.encode()
+        for port in self._ports:
+            port.tier.set_domain(self._domain)
+        self.put_identity(self._domain, encoded)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         """Keep the encoded CacheIdentity in every tier, later and best effort."""
@@ -295,13 +322,13 @@ class TieredStore:
         for port, queue in zip(self._ports[:index], self._queues[:index], strict=True):
             if not port.at_once or not port.writes.would_allow():
                 continue
-            missing = [BlockWrite(r.name, r.part, r.destination) for r in reads if not port.has(r.address)]
+            missing = [BlockWrite(r.name, r.part, r.destination, r.domain) for r in reads if not port.has(r.address)]
             if not missing:
                 continue
             if port.pinning is not None:
                 port.put(missing, self._clock() + self._limits.put_budget_s)
             elif queue.has_room(self._payload_bytes * len(missing)):
-                copies = [BlockWrite(w.name, w.part, memoryview(bytes(w.source))) for w in missing]
+                copies = [replace(write, source=memoryview(bytes(write.source))) for write in missing]
                 queue.offer([QueuedPut(copy, None, 0) for copy in copies])
 
     def _expire(self) -> None:
@@ -348,13 +375,16 @@ def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload
     ConfigError for what can never work, and leaves nothing open then. Close the store to close the tiers, and to leave
     the embedded Valkey.
     """
-    encoded = identity.encode()
-    domain = identity.domain()
+    domain, encoded = identity.domain(), identity.encode()
+    mac_key = None
+    if config.mac_key_file is not None:
+        mac_key = load_mac_key(Path(config.mac_key_file))
+        warn_if_shared(Path(config.mac_key_file))
     with ExitStack() as tidy, ExitStack() as resources:
         tiers: list[Tier] = []
         for name in config.tier_names:
             try:
-                tier = _open_tier(name, config, domain, resources)
+                tier = _open_tier(name, config, domain, mac_key, resources)
             except (TierError, OSError) as error:
                 logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
                 continue
@@ -364,6 +394,7 @@ def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload
             tiers,
             part=part,
             payload_bytes=payload_bytes,
+            domain=domain,
             load_budget_s=config.load_budget_s,
             limits=config.limits,
             resources=resources.pop_all(),
@@ -373,21 +404,21 @@ def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload
     return store
 
 
-def _open_tier(name: str, config: StoreConfig, domain: bytes, resources: ExitStack) -> Tier:
+def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | None, resources: ExitStack) -> Tier:
     """One tier. Imported here, so that a store loads only what its tiers need."""
     if name == "host":
         from pagetier.kvstore.host import HostTier
 
-        return HostTier(config.host_size, domain)
+        return HostTier(config.host_size)
     if name == "nvme":
         from pagetier.kvstore.nvme.tier import NvmeTier
 
         path = config.nvme_path or places.nvme_dir()
-        return NvmeTier(path, config.nvme_size, domain, io=config.nvme_io, fsync=config.nvme_fsync)
+        return NvmeTier(path, config.nvme_size, domain, io=config.nvme_io, fsync=config.nvme_fsync, mac_key=mac_key)
     from pagetier.kvstore.redis.embedded import join_embedded
     from pagetier.kvstore.redis.tier import RedisTier
 
     url = config.redis_url
     if url == EMBEDDED:
         url = resources.enter_context(join_embedded(places.redis_dir(), config.redis_size, config.redis_linger_s)).url
-    return RedisTier(url, domain, ttl_s=config.redis_ttl_s)
+    return RedisTier(url, domain, ttl_s=config.redis_ttl_s, mac_key=mac_key)

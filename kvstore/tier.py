@@ -16,11 +16,14 @@ from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """Read record (name, part) into `destination` (writable, exactly the payload's size)."""
+    """Read record (name, part) into `destination` (writable, exactly the payload's size). domain: the record's; None:
+    the tier's own.
+    """
 
     name: BlockName
     part: Part
     destination: memoryview
+    domain: bytes | None = None
 
     @property
     def address(self) -> Address:
@@ -30,12 +33,13 @@ class BlockRead:
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
     """Write `source` (readable, the whole payload) as record (name, part). The source is stable until `put`
-    returns.
+    returns. domain: the record's; None: the tier's own.
     """
 
     name: BlockName
     part: Part
     source: memoryview
+    domain: bytes | None = None
 
     @property
     def address(self) -> Address:
@@ -70,6 +74,12 @@ class Tier(Protocol):
     @property
     def answers_at_once(self) -> bool:
         """True when `lookup` does no I/O, so that the engine's thread may call it."""
+
+    def set_domain(self, domain: bytes) -> None:
+        """From now on `domain` is the tier's own: that of lookups, touches and records that name none. No I/O.
+
+        Records of the former one stay, untouched and so the first to be evicted; reads and writes that name it go on.
+        """
 
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         """Number of leading addresses that are present. A hint: a record may be gone by the time it is read.

@@ -25,8 +25,9 @@ def serve_config(fields: Mapping[str, Any]) -> ServeConfig:
     """Plain fields as the engine's configuration; what is left out has its default. Raises ConfigError."""
     own = dict(fields)
     store = dict(own.pop("store", {}))
-    if store.get("nvme_path") is not None:
-        store["nvme_path"] = Path(store["nvme_path"])
+    for name in ("nvme_path", "mac_key_file"):
+        if store.get(name) is not None:
+            store[name] = Path(store[name])
     store["tiers"] = tuple(store.get("tiers", ()))
     return ServeConfig(**own, store=StoreConfig(**store))
 

@@ -61,12 +61,13 @@ _ZEROS = bytes(PAGE_BYTES)
 @dataclass(frozen=True, slots=True)
 class LogSettings:
     """capacity_bytes: for all of PATH, in disk blocks. segment_bytes: full size of a segment unless one record needs
-    more. fsync: none, segment (when one is closed) or always (before a put is answered).
+    more. fsync: none, segment (when one is closed) or always (before a put is answered). mac_key: of the records.
     """
 
     capacity_bytes: int
     segment_bytes: int
     fsync: str
+    mac_key: bytes | None = None
 
     @property
     def slack_bytes(self) -> int:
@@ -346,7 +347,8 @@ class SegmentLog:
         header = parse_header(page)
         if header is None or address_bytes(Address(header.name.key, header.part)) != address:
             return None
-        if verify(page, payload, header.domain, header.name, header.part) is not RecordStatus.OK:
+        mac_key = self._settings.mac_key
+        if verify(page, payload, header.domain, header.name, header.part, mac_key=mac_key) is not RecordStatus.OK:
             return None
         parent = header.name.parent + part_tag(header.part)
         return Pending(address, parent, bytes(page[: header_bytes(header.name.num_tokens)]), memoryview(payload))

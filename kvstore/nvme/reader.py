@@ -27,12 +27,13 @@ _MAX_STRIKES = 3  # failed reads of one record, while others could be read, afte
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A record to read: its position in the batch, where it lies and where it goes."""
+    """A record to read: its position in the batch, where it lies, where it goes and whose it has to be."""
 
     index: int
     address: bytes
     place: Place
     read: BlockRead
+    domain: bytes
 
 
 def plan_runs(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
@@ -72,9 +73,11 @@ class Scratch:
 class Reader:
     """Reads and verifies. Thread-safe. `bytes_read`, `errors`, `corrupt`: counts since start."""
 
-    def __init__(self, files: Files, catalog: Catalog, index: RecordIndex, handles: Handles, domain: bytes) -> None:
+    def __init__(
+        self, files: Files, catalog: Catalog, index: RecordIndex, handles: Handles, mac_key: bytes | None
+    ) -> None:
         self._files, self._catalog, self._index, self._handles = files, catalog, index, handles
-        self._domain = domain
+        self._mac_key = mac_key
         self._scratch = Scratch()
         self.direct = False
         self._lock = threading.Lock()
@@ -149,7 +152,7 @@ class Reader:
 
     def _judge(self, segment: Segment, record: Wanted, page: memoryview) -> BlockStatus:
         read = record.read
-        status = verify(page, read.destination, self._domain, read.name, read.part)
+        status = verify(page, read.destination, record.domain, read.name, read.part, mac_key=self._mac_key)
         if status is RecordStatus.OK:
             with self._lock:
                 self.bytes_read += read.destination.nbytes

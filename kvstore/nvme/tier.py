@@ -57,20 +57,21 @@ class NvmeTier:
         segment_bytes: int | None = None,
         files: Files | None = None,
         refresh_s: float = _REFRESH_S,
+        mac_key: bytes | None = None,
     ) -> None:
         _validate(capacity_bytes, domain, io, fsync)
         if segment_bytes is None:
             segment_bytes = _default_segment_bytes(capacity_bytes)
         self.path = Path(path)
-        self._io, self._domain, self._capacity_bytes = io, domain, capacity_bytes
+        self._io, self._domain, self._capacity_bytes, self._mac_key = io, domain, capacity_bytes, mac_key
         self._files = Files() if files is None else files
         self._folder = Folder(self._files, self.path)
         self._index = RecordIndex()
         self._handles = Handles(self._files)
         self._catalog = Catalog(self._files, self._folder, self._index, self._handles)
-        settings = LogSettings(capacity_bytes, round_up(segment_bytes), fsync)
+        settings = LogSettings(capacity_bytes, round_up(segment_bytes), fsync, mac_key)
         self._log = SegmentLog(self._files, self._folder, self._catalog, self._index, self._handles, settings)
-        self._reader = Reader(self._files, self._catalog, self._index, self._handles, domain)
+        self._reader = Reader(self._files, self._catalog, self._index, self._handles, mac_key)
         self._write_lock = threading.Lock()  # who appends, attaches or detaches; taken before any other lock
         self._attached = False  # guarded by self._write_lock for changes
         self._down = ""  # guarded by self._write_lock; why the tier is not attached
@@ -197,6 +198,10 @@ class NvmeTier:
             packed.append(address.key + tag)
         return packed
 
+    def set_domain(self, domain: bytes) -> None:
+        """As in `Tier`. The index finds records by key, which is of one domain only."""
+        self._domain = domain
+
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         """As in `Tier`; no I/O. Raises TierUnavailable while the folder cannot be used."""
         self._wake.set()
@@ -221,7 +226,7 @@ class NvmeTier:
                 if segment is not None:
                     statuses[i] = self._reader.quarantine(segment, address, place, "payload of another size")
                 continue
-            wanted.append(Wanted(i, address, place, reads[i]))
+            wanted.append(Wanted(i, address, place, reads[i], reads[i].domain or self._domain))
         self._reader.read(wanted, statuses, deadline_s)
         return statuses
 
@@ -235,7 +240,8 @@ class NvmeTier:
                 continue
             statuses[i] = BlockStatus.TIMEOUT
             if self._files.now_s() < deadline_s:
-                header = pack_header(self._domain, write.name, write.part, write.source)
+                domain = write.domain or self._domain
+                header = pack_header(domain, write.name, write.part, write.source, mac_key=self._mac_key)
                 pending = Pending(write.name.key + tag, write.name.parent + tag, header, write.source.cast("B"))
                 todo.append((i, pending))
         if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - self._files.now_s())):

@@ -13,6 +13,7 @@ class RecordNames:
     """Names and commands of one domain's records: `record.redis_name`, some times faster, for lookups of thousands."""
 
     def __init__(self, domain: bytes) -> None:
+        self.domain = domain
         self._namespace = redis_namespace(domain)
         self._suffixes: dict[Part, str] = {}  # a cache; two threads may fill it with the same
 

@@ -57,6 +57,7 @@ class RedisTier:
         max_connections: int = MAX_CONNECTIONS,
         max_pipeline_bytes: int = MAX_PIPELINE_BYTES,
         refresh_interval_s: float = REFRESH_INTERVAL_S,
+        mac_key: bytes | None = None,
     ) -> None:
         """Connects to nothing: a server that is down at start is used as soon as it is up.
 
@@ -65,14 +66,14 @@ class RedisTier:
         """
         if ttl_s < 0.001:
             raise ConfigError.bad_value("--kv-redis-ttl", ttl_s, "seconds, above zero")
-        self._domain = domain
+        self._mac_key = mac_key
         self._dialer = Dialer(url, connect_timeout_s)
         self._pool = ConnectionPool(self._dialer.dial, max_connections)
         self._account = Account(self._dialer.server, refresh_interval_s)
         self._max_window_bytes = max_pipeline_bytes // 2  # while one window arrives the next is asked for
         self._ttl_ms = b"%d" % int(ttl_s * 1000)
         self._after_value = b"\r\n" + encode_command(b"PX", self._ttl_ms).split(b"\r\n", 1)[1]
-        self._names = RecordNames(domain)
+        self._own_names = RecordNames(domain)  # replaced as a whole by `set_domain`
 
     @property
     def name(self) -> str:
@@ -82,16 +83,20 @@ class RedisTier:
     def answers_at_once(self) -> bool:
         return False
 
+    def set_domain(self, domain: bytes) -> None:
+        """As in `Tier`: names of the former domain are asked for by reads and writes that say so, and expire."""
+        self._own_names = RecordNames(domain)
+
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         """One round trip. EXISTS, because unlike STRLEN it does not renew what it finds (TRAPS 28)."""
         if not addresses:
             return 0
-        num_leading, error = 0, None
+        num_leading, error, names = 0, None, self._own_names
         try:
             _check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
-                for window in self._windows_of_addresses(addresses):
-                    connection.send([self._names.commands("EXISTS", window)], len(window), deadline_s)
+                for window in self._windows_of_addresses(names, addresses):
+                    connection.send([names.commands("EXISTS", window)], len(window), deadline_s)
                     flags = connection.read_flags(len(window), deadline_s)
                     num_leading, error = num_leading + flags.num_leading, error or flags.error
                     if flags.num_leading < len(window):
@@ -110,20 +115,20 @@ class RedisTier:
 
     def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
         statuses: list[BlockStatus | None] = [None] * len(reads)
-        failed = BlockStatus.ERROR
+        failed, names = BlockStatus.ERROR, self._names(reads)
         try:
             _check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
-                self._read(connection, reads, statuses, deadline_s)
+                self._read(connection, reads, names, statuses, deadline_s)
         except _FAULTS as fault:
             failed = self._status_of(READING, fault, statuses.count(None))
         else:
             if BlockStatus.ERROR not in statuses:
                 self._account.went_well(READING)
-        corrupt = [read.address for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.CORRUPT]
+        corrupt = [i for i, status in enumerate(statuses) if status is BlockStatus.CORRUPT]
         if corrupt:
             self._account.found_corrupt(len(corrupt))
-            self.delete(corrupt)
+            self._unlink([names[i].name(reads[i].address) for i in corrupt])
         return [failed if status is None else status for status in statuses]
 
     def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
@@ -144,12 +149,16 @@ class RedisTier:
 
     def touch(self, addresses: Sequence[Address]) -> None:
         """Renews TTL and the server's idea of recency, tail first; given up after HOUSEKEEPING_S."""
-        deadline_s = time.monotonic() + HOUSEKEEPING_S
-        self._integers([self._names.command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
+        deadline_s, names = time.monotonic() + HOUSEKEEPING_S, self._own_names
+        self._integers([names.command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
 
     def delete(self, addresses: Sequence[Address]) -> int:
+        names = self._own_names
+        return self._unlink([names.name(address) for address in addresses])
+
+    def _unlink(self, names: Sequence[bytes]) -> int:
         num_removed = self._integers(
-            [self._names.command(b"UNLINK", a) for a in addresses], time.monotonic() + HOUSEKEEPING_S
+            [encode_command(b"UNLINK", name) for name in names], time.monotonic() + HOUSEKEEPING_S
         )
         self._account.removed(num_removed)
         return num_removed
@@ -195,20 +204,21 @@ class RedisTier:
         self,
         connection: RespConnection,
         reads: Sequence[BlockRead],
+        names: Sequence[RecordNames],
         statuses: list[BlockStatus | None],
         deadline_s: float,
     ) -> None:
         """Set each status. Raises when the connection is lost or out of time; the rest then keeps None."""
-        windows, done = list(self._windows_of_blocks(reads)), 0
+        windows, asked_for, done = list(self._windows_of_blocks(reads)), 0, 0
         for i, window in enumerate(windows):
             for asked in windows[:2] if i == 0 else windows[i + 1 : i + 2]:
-                commands = self._names.commands("GET", [read.address for read in asked])
-                connection.send([commands], len(asked), deadline_s)
+                connection.send([_get_commands(asked, names[asked_for:])], len(asked), deadline_s)
+                asked_for += len(asked)
             for read in window:
-                statuses[done] = self._read_one(connection, read, deadline_s)
+                statuses[done] = self._read_one(connection, read, names[done].domain, deadline_s)
                 done += 1
 
-    def _read_one(self, connection: RespConnection, read: BlockRead, deadline_s: float) -> BlockStatus:
+    def _read_one(self, connection: RespConnection, read: BlockRead, domain: bytes, deadline_s: float) -> BlockStatus:
         header = bytearray(header_bytes(read.name.num_tokens))
         payload = read.destination.cast("B")
         reply = connection.read_bulk_into((memoryview(header), payload), deadline_s)
@@ -221,7 +231,7 @@ class RedisTier:
             return self._refused(READING, reply)
         if reply != len(header) + payload.nbytes:
             return BlockStatus.CORRUPT
-        if verify(header, payload, self._domain, read.name, read.part) is not RecordStatus.OK:
+        if verify(header, payload, domain, read.name, read.part, mac_key=self._mac_key) is not RecordStatus.OK:
             return BlockStatus.CORRUPT
         self._account.read(reply)
         return BlockStatus.OK
@@ -240,8 +250,8 @@ class RedisTier:
         A value of another length or type is not there: it will be replaced.
         """
         commands = [
-            self._names.command(b"PEXPIRE", write.address, self._ttl_ms) + self._names.command(b"STRLEN", write.address)
-            for write in writes
+            names.command(b"PEXPIRE", write.address, self._ttl_ms) + names.command(b"STRLEN", write.address)
+            for names, write in zip(self._names(writes), writes, strict=True)
         ]
         done = 0
         for window in self._windows_of_commands(commands):
@@ -288,8 +298,9 @@ class RedisTier:
     def _set_command(self, write: BlockWrite) -> tuple[bytes, memoryview, bytes]:
         """`SET name record PX ttl` around the payload, which is not copied."""
         payload = write.source.cast("B")
-        header = pack_header(self._domain, write.name, write.part, payload)
-        name = self._names.name(write.address)
+        (names,) = self._names([write])
+        header = pack_header(names.domain, write.name, write.part, payload, mac_key=self._mac_key)
+        name = names.name(write.address)
         start = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, len(header) + payload.nbytes, header)
         return start, payload, self._after_value
 
@@ -308,9 +319,17 @@ class RedisTier:
         if first < len(blocks):
             yield blocks[first:]
 
-    def _windows_of_addresses(self, addresses: Sequence[Address]) -> Iterator[Sequence[Address]]:
+    def _names(self, blocks: Sequence[BlockRead | BlockWrite]) -> list[RecordNames]:
+        """The names of each block's domain."""
+        own = self._own_names
+        known = {own.domain: own}
+        for domain in {block.domain or own.domain for block in blocks} - known.keys():
+            known[domain] = RecordNames(domain)
+        return [known[block.domain or own.domain] for block in blocks]
+
+    def _windows_of_addresses(self, names: RecordNames, addresses: Sequence[Address]) -> Iterator[Sequence[Address]]:
         """Runs whose `verb name` commands fit a window. A lookup of 100,000 tokens is one run: 0.8 MB."""
-        step = max(self._max_window_bytes // (len(self._names.name(addresses[0])) + COMMAND_BYTES), 1)
+        step = max(self._max_window_bytes // (len(names.name(addresses[0])) + COMMAND_BYTES), 1)
         for first in range(0, len(addresses), step):
             yield addresses[first : first + step]
 
@@ -373,6 +392,13 @@ class RedisTier:
             self._account.error_reply(fault.reply.code)
         self._account.failed(direction, num_blocks, type(fault).__name__, str(fault))
         return BlockStatus.TIMEOUT if isinstance(fault, TimeoutError) else BlockStatus.ERROR
+
+
+def _get_commands(reads: Sequence[BlockRead], names: Sequence[RecordNames]) -> bytes:
+    """GET for each read. One join when all are of one domain, as they are in a load."""
+    if all(one is names[0] for one in names[: len(reads)]):
+        return names[0].commands("GET", [read.address for read in reads])
+    return b"".join(one.command(b"GET", read.address) for read, one in zip(reads, names, strict=False))
 
 
 def _record_bytes(block: BlockRead | BlockWrite) -> int:

@@ -70,7 +70,8 @@ def test_no_flags_mean_the_engines_own_defaults() -> None:
     assert config == ServeConfig()
 
 
-def test_every_flag_reaches_the_engine() -> None:
+def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(bytes(32))
     flags = ServeFlags(
         model="m",
         dtype="float32",
@@ -100,6 +101,7 @@ def test_every_flag_reaches_the_engine() -> None:
         kv_redis_ttl=5,
         kv_redis_linger=2.5,
         kv_load_budget_ms=50,
+        kv_mac_key=tmp_path / "key",
     )
     config = serve_config(json.loads(json.dumps(engine_fields(flags))))
     own, store = ServeConfig(), StoreConfig()
@@ -107,6 +109,12 @@ def test_every_flag_reaches_the_engine() -> None:
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
     assert [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)] == ["limits"]
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
+    assert config.store.mac_key_file == tmp_path / "key"
+
+
+def test_a_key_that_is_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-mac-key: got '{tmp_path}'; allowed: "):
+        engine_fields(ServeFlags(kv_mac_key=tmp_path))
 
 
 def other_than(neutral: tuple[Any, ...]) -> Any:

@@ -12,7 +12,6 @@ from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, Tier
 from tests.kvstore.tier_contract import (
     CAPACITY_BLOCKS,
-    DOMAIN,
     PART,
     PAYLOAD_BYTES,
     TierContract,
@@ -31,7 +30,7 @@ OK, MISS = BlockStatus.OK, BlockStatus.MISS
 class TestHostTier(TierContract):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        tier = HostTier(CAPACITY_BLOCKS * PAYLOAD_BYTES, DOMAIN, slab_bytes=16 * PAYLOAD_BYTES)
+        tier = HostTier(CAPACITY_BLOCKS * PAYLOAD_BYTES, slab_bytes=16 * PAYLOAD_BYTES)
         yield tier
         tier.close()
 
@@ -39,7 +38,7 @@ class TestHostTier(TierContract):
 @pytest.fixture
 def small() -> Iterator[HostTier]:
     """Eight blocks in two slabs."""
-    tier = HostTier(8 * PAYLOAD_BYTES, DOMAIN, slab_bytes=4 * PAYLOAD_BYTES)
+    tier = HostTier(8 * PAYLOAD_BYTES, slab_bytes=4 * PAYLOAD_BYTES)
     yield tier
     tier.check()
     tier.close()

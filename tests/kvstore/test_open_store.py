@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pagetier.kvstore.job import Completion, LookupDone, PutDone
 from pagetier.kvstore.keys import chain_names, root_key
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.store import TieredStore, open_store
+from pagetier.kvstore.tier import BlockRead
 
 PART = Part(0, 0, 2, 0, 1)
 PAYLOAD_BYTES = 8192
@@ -84,3 +86,44 @@ def test_an_identity_is_put_beside_the_records(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path, 512 * MIB, IDENTITY.domain())
     assert tier.identities()[IDENTITY.domain()] == IDENTITY.encode()
     tier.close()
+
+
+def test_a_secret_authenticates_what_is_stored(tmp_path: Path) -> None:
+    """With another secret, or none, the records are damaged ones."""
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(f"a secret of {name}\n")
+    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path / "nvme", nvme_size=512 * MIB)
+    with open_store(replace(config, mac_key_file=tmp_path / "ours"), IDENTITY, PART, PAYLOAD_BYTES) as store:
+        put_all(store)
+        assert store.flush(5.0)
+    for secret, expected in (("ours", BlockStatus.OK), ("theirs", BlockStatus.CORRUPT), (None, BlockStatus.MISS)):
+        key_file = None if secret is None else tmp_path / secret
+        with open_store(replace(config, mac_key_file=key_file), IDENTITY, PART, PAYLOAD_BYTES) as store:
+            ticket = store.submit_lookup(NAMES)
+            assert isinstance(answer(store), LookupDone)
+            store.submit_load(ticket, NAMES, [memoryview(bytearray(PAYLOAD_BYTES)) for _ in NAMES])
+            assert getattr(answer(store), "statuses", None) == (expected,) * 4, secret
+            store.release(ticket)
+
+
+def test_another_identity_finds_nothing_and_puts_under_way_land_under_the_former(tmp_path: Path) -> None:
+    updated = replace(IDENTITY, weights_version="2")
+    names = chain_names(root_key(updated.domain()), list(range(32)), 8)
+    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path, nvme_size=512 * MIB)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        store.submit_put(NAMES, [memoryview(bytes([i]) * PAYLOAD_BYTES) for i in range(4)])
+        store.set_identity(updated)
+        assert store.flush(5.0) and isinstance(answer(store), PutDone)
+        ticket = store.submit_lookup(names)
+        assert answer(store) == LookupDone(ticket, ())
+        store.release(ticket)
+        job = store.submit_put(names, [memoryview(bytes([i + 4]) * PAYLOAD_BYTES) for i in range(4)])
+        assert answer(store) == PutDone(job, (BlockStatus.OK,) * 4)
+        assert store.domain == updated.domain()
+    for identity, blocks, first in ((IDENTITY, NAMES, 0), (updated, names, 4)):
+        with NvmeTier(tmp_path, 512 * MIB, identity.domain()) as tier:
+            assert tier.identities()[identity.domain()] == identity.encode()
+            buffers = [bytearray(PAYLOAD_BYTES) for _ in blocks]
+            reads = [BlockRead(name, PART, memoryview(b)) for name, b in zip(blocks, buffers, strict=True)]
+            assert tier.get(reads, time.monotonic() + 20.0) == [BlockStatus.OK] * 4
+            assert buffers == [bytearray([first + i]) * PAYLOAD_BYTES for i in range(4)]

@@ -384,6 +384,7 @@ class Unpinned:
     def __init__(self, name: str) -> None:
         tier = MemoryTier(64 * PAYLOAD_BYTES, name=name)
         self.name = name
+        self.set_domain = tier.set_domain
         self.lookup, self.get, self.put, self.touch, self.delete = (
             tier.lookup,
             tier.get,

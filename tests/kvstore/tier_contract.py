@@ -146,6 +146,25 @@ class TierContract:
         assert tier.lookup(addresses(salted), soon()) == 0
         assert get(tier, salted)[0] == [MISS] * 3
 
+    def test_another_domain_begins_empty_and_the_former_goes_on_for_who_names_it(self, tier: Tier) -> None:
+        """As when weights change: what was begun ends under the old domain, all that is new knows nothing of it."""
+        other = bytes(reversed(DOMAIN))
+        before, late = chain(4), chain(4, seed=1)
+        after = chain_names(root_key(other), np.arange(16, dtype=np.uint32), BLOCK_SIZE)
+        put(tier, before)
+        tier.set_domain(other)
+        assert tier.lookup(addresses(after), soon()) == 0
+        writes = [BlockWrite(name, PART, memoryview(payload_of(name)), DOMAIN) for name in late]
+        assert tier.put(writes, soon()) == [OK] * 4
+        assert put(tier, after) == [OK] * 4
+        assert_readable(tier, after)
+        assert tier.lookup(addresses(after), soon()) == 4
+        buffers = [bytearray(PAYLOAD_BYTES) for _ in range(8)]
+        reads = [BlockRead(n, PART, memoryview(b), DOMAIN) for n, b in zip(before + late, buffers, strict=True)]
+        assert tier.get(reads, soon()) == [OK] * 8
+        assert all(bytes(b) == payload_of(n) for n, b in zip(before + late, buffers, strict=True))
+        tier.check()
+
     @pytest.mark.parametrize("field", ["tokens", "parent", "root", "position"])
     def test_a_key_is_a_candidate_not_a_proof(self, tier: Tier, field: str) -> None:
         first, name = chain(2)
