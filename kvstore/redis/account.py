@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagetier.kvstore.tier import TierCounters
@@ -47,8 +48,8 @@ def parse_info(text: bytes, db: int) -> ServerState:
 class Account:
     """Counters of one tier, and one log line whenever what is wrong with the server changes."""
 
-    def __init__(self, server: str, refresh_interval_s: float) -> None:
-        self._server = server
+    def __init__(self, server: str, refresh_interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server, self._clock = server, clock
         self._refresh_interval_s = refresh_interval_s
         self._lock = threading.Lock()
         self._state: ServerState | None = None  # guarded by self._lock, as all below
@@ -109,7 +110,7 @@ class Account:
 
     def claim_refresh(self) -> bool:
         """Whether an INFO is due; if so it is the caller's to do."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         with self._lock:
             if now_s < self._refresh_at_s:
                 return False

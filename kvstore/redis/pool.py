@@ -1,28 +1,20 @@
 """Connections to one Redis server: how they are made, lent and given up.
 
-redis-py reads the URL and makes the socket (TCP, TLS, Unix); AUTH and SELECT run over our own RESP so that they keep
-the caller's deadline. A later Cluster or Sentinel tier needs nothing here but other dialers: one pool per node.
+AUTH and SELECT run over our own RESP so that they keep the caller's deadline. Knows no topology: a pool is given what
+makes its connections, and there is one per server.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import redis
-from pagetier.kvstore.errors import ConfigError, ProtocolError
-from pagetier.kvstore.places import check_socket_path
+from pagetier.kvstore.errors import ProtocolError
 from pagetier.kvstore.redis.resp import ErrorReply, RespConnection, encode_command
-from redis.connection import UnixDomainSocketConnection, parse_url
-
-URL_FORMS = "redis://[[user]:password@]host[:port][/db], rediss://…, unix:///path/to/socket[?db=n]"
-# What a URL may say of how to connect. Time-outs and retries are the caller's deadlines, so they are not among these.
-_ALLOWED_OPTIONS = frozenset(("db", "username", "password", "host", "port", "path", "socket_keepalive"))
+from pagetier.kvstore.redis.sockets import Endpoint, Sockets
+from pagetier.kvstore.redis.url import Login
 
 
 class RefusedError(Exception):
@@ -34,38 +26,15 @@ class RefusedError(Exception):
 
 
 class Dialer:
-    """Makes connections to the server of one URL."""
+    """Makes connections that introduce themselves with one login."""
 
-    def __init__(self, url: str, connect_timeout_s: float) -> None:
-        """Parses only. Raises ConfigError for a URL that can never work; a server that is down is no error here."""
-        self.connect_timeout_s = connect_timeout_s
-        try:
-            options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
-        except ValueError as error:
-            raise ConfigError(f"--kv-redis-url: {error}; allowed: {URL_FORMS}") from error
-        self._make: type[Any] = options.pop("connection_class", redis.Connection)
-        for name in options:
-            if name not in _ALLOWED_OPTIONS and not name.startswith("ssl_"):
-                raise ConfigError.unknown_name("option in --kv-redis-url", name, _ALLOWED_OPTIONS)
-        if self._make is UnixDomainSocketConnection:
-            check_socket_path(Path(options.get("path", "")))
-        self._username: str | None = options.pop("username", None)
-        self._password: str | None = options.pop("password", None)
-        self.db: int = options.pop("db", 0)
-        self._options = options
-        try:
-            self._maker(connect_timeout_s)
-        except (TypeError, ValueError, redis.RedisError) as error:
-            raise ConfigError(f"--kv-redis-url: {error}; allowed: {URL_FORMS}") from error
-        self.server = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    def __init__(self, login: Login, connect_timeout_s: float, sockets: Sockets) -> None:
+        self._login, self._connect_timeout_s, self._sockets = login, connect_timeout_s, sockets
 
-    def dial(self, deadline_s: float) -> RespConnection:
-        """A connected, authenticated connection. Raises TimeoutError, ConnectionError, ProtocolError or RefusedError.
-
-        Every address that the host name has may take the connect time-out once.
-        """
-        deadline_s = min(deadline_s, time.monotonic() + self.connect_timeout_s)
-        connection = RespConnection(self._socket(deadline_s))
+    def dial(self, endpoint: Endpoint, deadline_s: float) -> RespConnection:
+        """A connection, introduced. Raises TimeoutError, ConnectionError, ProtocolError or RefusedError."""
+        deadline_s = min(deadline_s, self._sockets.now_s() + self._connect_timeout_s)
+        connection = RespConnection(self._sockets.connect(endpoint, deadline_s))
         try:
             self._introduce(connection, deadline_s)
         except BaseException:
@@ -73,38 +42,13 @@ class Dialer:
             raise
         return connection
 
-    def _socket(self, deadline_s: float) -> socket.socket:
-        timeout_s = deadline_s - time.monotonic()
-        if timeout_s <= 0:
-            raise TimeoutError("the deadline has passed")
-        maker = self._maker(timeout_s)
-        try:
-            maker.connect()
-        except redis.TimeoutError as error:
-            raise TimeoutError(str(error)) from error
-        except redis.RedisError as error:
-            raise ConnectionError(str(error)) from error
-        taken: socket.socket = maker._sock
-        maker._sock = None  # ours now: its destructor must not close it
-        return taken
-
-    def _maker(self, timeout_s: float) -> Any:
-        """A redis-py connection, not yet connected. The hook replaces its handshake, so nothing is read by it."""
-        return self._make(
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            protocol=2,
-            redis_connect_func=_no_handshake,
-            **self._options,
-        )
-
     def _introduce(self, connection: RespConnection, deadline_s: float) -> None:
-        commands = []
-        if self._password is not None or self._username is not None:
-            credentials = [word.encode() for word in (self._username, self._password or "") if word is not None]
+        commands, login = [], self._login
+        if login.password is not None or login.username is not None:
+            credentials = [word.encode() for word in (login.username, login.password or "") if word is not None]
             commands.append(encode_command(b"AUTH", *credentials))
-        if self.db:
-            commands.append(encode_command(b"SELECT", b"%d" % self.db))
+        if login.db:
+            commands.append(encode_command(b"SELECT", b"%d" % login.db))
         if not commands:
             return
         connection.send(commands, len(commands), deadline_s)
@@ -122,8 +66,14 @@ class ConnectionPool:
     Invariant: an idle connection is open and in step. One that comes back otherwise is closed and forgotten.
     """
 
-    def __init__(self, dial: Callable[[float], RespConnection], max_connections: int) -> None:
-        self._dial = dial
+    def __init__(
+        self,
+        dial: Callable[[float], RespConnection],
+        max_connections: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`dial` makes a connection until a deadline."""
+        self._dial, self._clock = dial, clock
         self._max_connections = max_connections
         self._changed = threading.Condition()
         self._idle: list[RespConnection] = []  # guarded by self._changed; the last one used is lent first
@@ -178,7 +128,7 @@ class ConnectionPool:
                 if len(self._lent) + self._num_dialing < self._max_connections:
                     self._num_dialing += 1
                     break
-                remaining_s = deadline_s - time.monotonic()
+                remaining_s = deadline_s - self._clock()
                 if remaining_s <= 0 or not self._changed.wait(remaining_s):
                     raise TimeoutError("no connection came free in time")
         return self._dial_counted(deadline_s)
@@ -205,7 +155,3 @@ class ConnectionPool:
             else:
                 connection.close()
             self._changed.notify()
-
-
-def _no_handshake(_connection: object) -> None:
-    """Stands in for redis-py's own AUTH, SELECT and CLIENT SETINFO."""

@@ -1,6 +1,6 @@
-"""RESP2 over one socket: commands out without copying payloads, bulk replies received straight into place.
+"""RESP2 over one stream: commands out without copying payloads, bulk replies received straight into place.
 
-Owns one connected socket and the order of replies on it. Knows no records, no topology and no retries. redis-py's own
+Owns one connected stream and the order of replies on it. Knows no records, no topology and no retries. redis-py's own
 pipeline moves 0.43 GB/s of 360 KiB values, this one what the server can send (DESIGN.md, section 13).
 
 A connection is either in step with its server or closed: whatever goes wrong (deadline, lost peer, broken protocol)
@@ -9,11 +9,6 @@ closes it before the exception leaves, so that a late reply can never be read as
 
 from __future__ import annotations
 
-import select
-import socket
-import ssl
-import struct
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,10 +16,9 @@ from types import TracebackType
 import numpy as np
 
 from pagetier.kvstore.errors import ProtocolError
+from pagetier.kvstore.redis.sockets import Stream
 
 BUFFER_BYTES = 16 << 10  # what a direct receive may overshoot by is copied once more: 4% of a 360 KiB value
-MAX_VECTORS = 512  # iovec entries of one sendmsg; Linux allows 1,024
-MIN_TIMEOUT_S = 1e-6  # SO_RCVTIMEO of zero means "for ever"
 
 _CRLF = b"\r\n"
 _ONE, _ZERO = (int.from_bytes(reply, "little") for reply in (b":1\r\n", b":0\r\n"))
@@ -70,20 +64,15 @@ class RespConnection:
     Invariant: `outstanding` replies are still to be read; reuse is allowed only at zero and with nothing buffered.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Takes over `sock`, which must be connected."""
-        self._sock = sock
-        self._tls = isinstance(sock, ssl.SSLSocket)
+    def __init__(self, stream: Stream) -> None:
+        """Takes over `stream`."""
+        self._stream = stream
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = 0  # buffered bytes are [start, end)
         self._end = 0
         self.outstanding = 0
         self.closed = False
-        self.bytes_in = 0
-        self.bytes_out = 0
-        if not self._tls:
-            sock.setblocking(True)
 
     def __enter__(self) -> RespConnection:
         return self
@@ -94,73 +83,25 @@ class RespConnection:
         self.close()
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the stream. Idempotent."""
         self.closed = True
-        self._sock.close()
+        self._stream.close()
 
     def abort(self) -> None:
         """Wake whoever waits on this connection; it then sees a lost peer. From any thread."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already gone: what was wanted
+        self._stream.abort()
 
     def is_reusable(self) -> bool:
         """Whether the connection is in step and the peer still there. A waiting reply would be a late one."""
-        if self.closed or self.outstanding or self._start != self._end:
-            return False
-        try:
-            if self._tls:
-                self._sock.settimeout(0.0)
-                self._sock.recv(1)
-            else:
-                self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return True
-        except OSError:
-            return False
-        return False  # end of stream, or bytes nobody asked for
-
-    # -- writing ------------------------------------------------------------------------------------------------------
+        return not self.closed and not self.outstanding and self._start == self._end and self._stream.is_quiet()
 
     def send(self, buffers: Iterable[bytes | memoryview], num_replies: int, deadline_s: float) -> None:
         """Send whole commands, to be answered by `num_replies` replies. Buffers are not copied (except by TLS)."""
         self.outstanding += num_replies
         try:
-            if self._tls:
-                self._send_tls(buffers, deadline_s)
-            else:
-                self._send_plain(buffers, deadline_s)
+            self._stream.send([memoryview(buffer).cast("B") for buffer in buffers], deadline_s)
         except OSError as error:
             raise self._failed(error) from None
-
-    def _send_plain(self, buffers: Iterable[bytes | memoryview], deadline_s: float) -> None:
-        """sendmsg without waiting, then poll: SO_SNDTIMEO would count anew for every piece the kernel queues."""
-        queue = [memoryview(buffer).cast("B") for buffer in buffers]
-        first = 0
-        while first < len(queue):
-            try:
-                sent = self._sock.sendmsg(queue[first : first + MAX_VECTORS], (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._wait_writable(deadline_s)
-                continue
-            self.bytes_out += sent
-            while first < len(queue) and sent >= queue[first].nbytes:
-                sent -= queue[first].nbytes
-                first += 1
-            if sent:
-                queue[first] = queue[first][sent:]
-
-    def _send_tls(self, buffers: Iterable[bytes | memoryview], deadline_s: float) -> None:
-        for buffer in buffers:
-            self._sock.settimeout(_remaining_s(deadline_s))
-            self._sock.sendall(buffer)
-            self.bytes_out += len(buffer)
-
-    def _wait_writable(self, deadline_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
-        poll.poll(_remaining_s(deadline_s) * 1e3)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -272,15 +213,14 @@ class RespConnection:
             kept = self._end - self._start
             self._view[:kept] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, kept
-        self._end += self._receive(self._view[self._end :], deadline_s, 0)
+        self._end += self._receive(self._view[self._end :], deadline_s, whole=False)
 
     def _fill(self, destination: memoryview, deadline_s: float) -> None:
         num_copied = min(self._end - self._start, destination.nbytes)
         destination[:num_copied] = self._view[self._start : self._start + num_copied]
         self._start += num_copied
         while num_copied < destination.nbytes:
-            # One call per value: the kernel waits for the rest, the GIL is taken once (DESIGN.md, section 11)
-            num_copied += self._receive(destination[num_copied:], deadline_s, socket.MSG_WAITALL)
+            num_copied += self._receive(destination[num_copied:], deadline_s, whole=True)
 
     def _skip(self, num_bytes: int, deadline_s: float) -> None:
         while num_bytes:
@@ -297,25 +237,13 @@ class RespConnection:
             raise self._broken("a bulk string without its end")
         self._start += 2
 
-    def _receive(self, destination: memoryview, deadline_s: float, flags: int) -> int:
-        """At least one byte into `destination`; all of it with MSG_WAITALL unless the deadline comes first."""
+    def _receive(self, destination: memoryview, deadline_s: float, *, whole: bool) -> int:
         try:
-            timeout_s = _remaining_s(deadline_s)
-            if self._tls:
-                self._sock.settimeout(timeout_s)
-                num_bytes = self._sock.recv_into(destination)
-            else:
-                seconds = int(timeout_s)
-                timeval = struct.pack("ll", seconds, max(int((timeout_s - seconds) * 1e6), 1))
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-                num_bytes = self._sock.recv_into(destination, 0, flags)
-        except BlockingIOError as error:
-            raise self._failed(TimeoutError("no answer in time")) from error
+            num_bytes = self._stream.receive(destination, deadline_s, whole=whole)
         except OSError as error:
             raise self._failed(error) from None
         if num_bytes == 0:
             raise self._failed(ConnectionResetError("the server closed the connection"))
-        self.bytes_in += num_bytes
         return num_bytes
 
     def _failed(self, error: OSError) -> OSError:
@@ -333,11 +261,3 @@ class RespConnection:
 def _error_reply(text: bytes) -> ErrorReply:
     code, _, rest = text.decode("utf-8", "replace").partition(" ")
     return ErrorReply(code or "ERR", rest)
-
-
-def _remaining_s(deadline_s: float) -> float:
-    """Seconds until `deadline_s`; raises TimeoutError when it has passed."""
-    remaining_s = deadline_s - time.monotonic()
-    if remaining_s <= 0:
-        raise TimeoutError("the deadline has passed")
-    return max(remaining_s, MIN_TIMEOUT_S)

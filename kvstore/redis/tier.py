@@ -8,7 +8,7 @@ A `put` that ran out of time may still be carried out by the server later: the r
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -25,6 +25,8 @@ from pagetier.kvstore.redis.account import Account, parse_info
 from pagetier.kvstore.redis.names import RecordNames
 from pagetier.kvstore.redis.pool import ConnectionPool, Dialer, RefusedError
 from pagetier.kvstore.redis.resp import ErrorReply, Reply, RespConnection, encode_command
+from pagetier.kvstore.redis.sockets import Sockets
+from pagetier.kvstore.redis.url import parse_redis_url
 from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
 
 TTL_S = 86_400.0
@@ -58,18 +60,24 @@ class RedisTier:
         max_pipeline_bytes: int = MAX_PIPELINE_BYTES,
         refresh_interval_s: float = REFRESH_INTERVAL_S,
         mac_key: bytes | None = None,
+        sockets: Sockets | None = None,
     ) -> None:
         """Connects to nothing: a server that is down at start is used as soon as it is up.
 
-        `refresh_interval_s`: seconds between two INFO, which feed `counters`. Raises ConfigError for a URL or TTL that
+        `refresh_interval_s`: seconds between two INFO, which feed `counters`. `sockets`: the real ones by default;
+        their clock is that of the caller's deadlines. Raises ConfigError for a URL or TTL that
         can never work.
         """
         if ttl_s < 0.001:
             raise ConfigError.bad_value("--kv-redis-ttl", ttl_s, "seconds, above zero")
         self._mac_key = mac_key
-        self._dialer = Dialer(url, connect_timeout_s)
-        self._pool = ConnectionPool(self._dialer.dial, max_connections)
-        self._account = Account(self._dialer.server, refresh_interval_s)
+        self._url = parse_redis_url(url)
+        (endpoint,) = self._url.endpoints
+        sockets = sockets or Sockets()
+        self._clock = sockets.now_s
+        dialer = Dialer(self._url.login, connect_timeout_s, sockets)
+        self._pool = ConnectionPool(functools.partial(dialer.dial, endpoint), max_connections, self._clock)
+        self._account = Account(str(endpoint), refresh_interval_s, self._clock)
         self._max_window_bytes = max_pipeline_bytes // 2  # while one window arrives the next is asked for
         self._ttl_ms = b"%d" % int(ttl_s * 1000)
         self._after_value = b"\r\n" + encode_command(b"PX", self._ttl_ms).split(b"\r\n", 1)[1]
@@ -93,7 +101,7 @@ class RedisTier:
             return 0
         num_leading, error, names = 0, None, self._own_names
         try:
-            _check_deadline(deadline_s)
+            self._check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
                 for window in self._windows_of_addresses(names, addresses):
                     connection.send([names.commands("EXISTS", window)], len(window), deadline_s)
@@ -117,7 +125,7 @@ class RedisTier:
         statuses: list[BlockStatus | None] = [None] * len(reads)
         failed, names = BlockStatus.ERROR, self._names(reads)
         try:
-            _check_deadline(deadline_s)
+            self._check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
                 self._read(connection, reads, names, statuses, deadline_s)
         except _FAULTS as fault:
@@ -128,13 +136,14 @@ class RedisTier:
         corrupt = [i for i, status in enumerate(statuses) if status is BlockStatus.CORRUPT]
         if corrupt:
             self._account.found_corrupt(len(corrupt))
-            self._unlink([names[i].name(reads[i].address) for i in corrupt])
+            if self._clock() < deadline_s:  # else the next read does it
+                self._unlink([names[i].name(reads[i].address) for i in corrupt], deadline_s)
         return [failed if status is None else status for status in statuses]
 
     def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
         statuses: list[BlockStatus | None] = [None] * len(writes)
         try:
-            _check_deadline(deadline_s)
+            self._check_deadline(deadline_s)
             with self._pool.lease(deadline_s) as connection:
                 self._refresh(connection, deadline_s)
                 self._probe(connection, writes, statuses, deadline_s)
@@ -149,27 +158,25 @@ class RedisTier:
 
     def touch(self, addresses: Sequence[Address]) -> None:
         """Renews TTL and the server's idea of recency, tail first; given up after HOUSEKEEPING_S."""
-        deadline_s, names = time.monotonic() + HOUSEKEEPING_S, self._own_names
+        deadline_s, names = self._clock() + HOUSEKEEPING_S, self._own_names
         self._integers([names.command(b"PEXPIRE", a, self._ttl_ms) for a in reversed(addresses)], deadline_s)
 
     def delete(self, addresses: Sequence[Address]) -> int:
         names = self._own_names
-        return self._unlink([names.name(address) for address in addresses])
+        return self._unlink([names.name(address) for address in addresses], self._clock() + HOUSEKEEPING_S)
 
-    def _unlink(self, names: Sequence[bytes]) -> int:
-        num_removed = self._integers(
-            [encode_command(b"UNLINK", name) for name in names], time.monotonic() + HOUSEKEEPING_S
-        )
+    def _unlink(self, names: Sequence[bytes], deadline_s: float) -> int:
+        num_removed = self._integers([encode_command(b"UNLINK", name) for name in names], deadline_s)
         self._account.removed(num_removed)
         return num_removed
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         command = encode_command(b"HSET", REDIS_IDENTITIES.encode(), domain.hex().encode(), encoded)
-        self._integers([command], time.monotonic() + HOUSEKEEPING_S)
+        self._integers([command], self._clock() + HOUSEKEEPING_S)
 
     def identities(self) -> dict[bytes, bytes]:
         """Empty when the server does not answer."""
-        reply = self._ask(encode_command(b"HGETALL", REDIS_IDENTITIES.encode()), time.monotonic() + HOUSEKEEPING_S)
+        reply = self._ask(encode_command(b"HGETALL", REDIS_IDENTITIES.encode()), self._clock() + HOUSEKEEPING_S)
         if not isinstance(reply, list):
             return {}
         found: dict[bytes, bytes] = {}
@@ -276,7 +283,7 @@ class RedisTier:
         """SET what has no status yet. After an error reply nothing more is sent; the rest keeps None."""
         left = [i for i, status in enumerate(statuses) if status is None]
         for window in self._windows_of_blocks([writes[i] for i in left]):
-            _check_deadline(deadline_s)
+            self._check_deadline(deadline_s)
             now, left = left[: len(window)], left[len(window) :]
             buffers: list[bytes | memoryview] = []
             for write in window:
@@ -378,7 +385,11 @@ class RedisTier:
             connection.send([encode_command(b"INFO")], 1, deadline_s)
             reply = connection.read_reply(deadline_s)
             if isinstance(reply, bytes):
-                self._account.refresh(parse_info(reply, self._dialer.db))
+                self._account.refresh(parse_info(reply, self._url.login.db))
+
+    def _check_deadline(self, deadline_s: float) -> None:
+        if self._clock() >= deadline_s:
+            raise TimeoutError("the deadline has passed")
 
     def _refused(self, direction: str, reply: ErrorReply) -> BlockStatus:
         """The status of a block that the server answered with an error. Full is a drop: nothing is wrong with it."""
@@ -404,8 +415,3 @@ def _get_commands(reads: Sequence[BlockRead], names: Sequence[RecordNames]) -> b
 def _record_bytes(block: BlockRead | BlockWrite) -> int:
     payload = block.destination if isinstance(block, BlockRead) else block.source
     return header_bytes(block.name.num_tokens) + payload.nbytes
-
-
-def _check_deadline(deadline_s: float) -> None:
-    if time.monotonic() >= deadline_s:
-        raise TimeoutError("the deadline has passed")
