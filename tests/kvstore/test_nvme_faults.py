@@ -12,20 +12,20 @@ import pytest
 
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
+from pagetier.kvstore.nvme.fault_fs import FaultFS, os_error
 from pagetier.kvstore.nvme.tier import NvmeTier
-from tests.kvstore.fault_files import FaultFiles, fail
 from tests.kvstore.tier_contract import DOMAIN, addresses, assert_readable, chain, get, payload_of, put, soon
 
 OK, MISS, EXISTS, ERROR = BlockStatus.OK, BlockStatus.MISS, BlockStatus.EXISTS, BlockStatus.ERROR
 CAPACITY = 4 << 20
 
 
-def opened(path: Path, files: FaultFiles, **settings: Any) -> NvmeTier:
+def opened(path: Path, files: FaultFS, **settings: Any) -> NvmeTier:
     return NvmeTier(path, CAPACITY, DOMAIN, refresh_s=0, files=files, segment_bytes=256 << 10, **settings)
 
 
 def test_a_full_disk_is_an_error_and_passes(tmp_path: Path) -> None:
-    files, names = FaultFiles(), chain(10)
+    files, names = FaultFS(), chain(10)
     with opened(tmp_path, files) as tier:
         files.full()
         assert put(tier, names) == [ERROR] * 10
@@ -39,14 +39,18 @@ def test_a_full_disk_is_an_error_and_passes(tmp_path: Path) -> None:
 
 
 def test_a_disk_filled_by_others_shrinks_the_cache_and_goes_on(tmp_path: Path) -> None:
-    files = FaultFiles()
+    files = FaultFS()
     with opened(tmp_path, files) as tier:
         for seed in range(10):
             put(tier, chain(15, seed=seed))
         before = len(list(tmp_path.rglob("*.seg")))
 
         def full_while_many(op: str, target: Any, calls: int) -> OSError | None:
-            return fail(errno.ENOSPC) if op == "allocate" and len(list(tmp_path.rglob("*.seg"))) >= before - 2 else None
+            return (
+                os_error(errno.ENOSPC)
+                if op == "allocate" and len(list(tmp_path.rglob("*.seg"))) >= before - 2
+                else None
+            )
 
         files.rule = full_while_many
         assert put(tier, chain(30, seed=99)) == [OK] * 30
@@ -58,11 +62,11 @@ def test_a_disk_filled_by_others_shrinks_the_cache_and_goes_on(tmp_path: Path) -
 @pytest.mark.parametrize("nth", range(1, 7))
 @pytest.mark.parametrize("end", ["close", "crash"])
 def test_any_write_may_fail_and_nothing_half_written_shows(tmp_path: Path, code: int, nth: int, end: str) -> None:
-    files, names = FaultFiles(), chain(12)
+    files, names = FaultFS(), chain(12)
     with opened(tmp_path, files) as tier:
         put(tier, chain(2, seed=5))
         files.calls.clear()
-        files.rule = lambda op, target, calls: fail(code) if op == "pwritev" and calls == nth else None
+        files.rule = lambda op, target, calls: os_error(code) if op == "pwritev" and calls == nth else None
         statuses = [put(tier, [name])[0] for name in names]
         assert statuses.count(ERROR) == 1
         files.well()
@@ -72,7 +76,7 @@ def test_any_write_may_fail_and_nothing_half_written_shows(tmp_path: Path, code:
         assert tier.counters().corrupt == 0
         if end == "crash":
             files.broken("pwritev", "truncate")  # the segment cannot be closed
-    with opened(tmp_path, FaultFiles()) as tier:
+    with opened(tmp_path, FaultFS()) as tier:
         assert get(tier, names)[0] == found
         assert put(tier, names) == [EXISTS if status is OK else OK for status in statuses]
         assert_readable(tier, names)
@@ -83,11 +87,11 @@ def test_any_write_may_fail_and_nothing_half_written_shows(tmp_path: Path, code:
 )
 @pytest.mark.parametrize("nth", [1, 2, 5, 11])
 def test_any_operation_may_fail_once(tmp_path: Path, op: str, nth: int) -> None:
-    files = FaultFiles()
+    files = FaultFS()
     written: list[int] = []
     with opened(tmp_path, files, fsync="always" if op == "sync" else "none") as tier:
         files.calls.clear()
-        files.rule = lambda name, target, calls: fail(errno.EIO) if name == op and calls == nth else None
+        files.rule = lambda name, target, calls: os_error(errno.EIO) if name == op and calls == nth else None
         for seed in range(50):
             statuses = put(tier, chain(8, seed=seed))
             assert set(statuses) <= {OK, ERROR, BlockStatus.DROPPED}
@@ -106,14 +110,14 @@ def test_any_operation_may_fail_once(tmp_path: Path, op: str, nth: int) -> None:
 
 
 def test_only_the_records_that_cannot_be_read_fail(tmp_path: Path) -> None:
-    files, names = FaultFiles(), chain(6)
+    files, names = FaultFS(), chain(6)
     with opened(tmp_path, files) as tier:
         put(tier, names)
         (bad,) = [p.offset for a, p in tier._index.places() if a.startswith(names[3].key)]
 
         files.calls.clear()
         files.rule = lambda op, target, calls: (
-            fail(errno.EIO) if op == "preadv" and (calls == 1 or target == bad) else None
+            os_error(errno.EIO) if op == "preadv" and (calls == 1 or target == bad) else None
         )
         expected = [OK, OK, OK, ERROR, OK, OK]
         assert get(tier, names)[0] == expected
@@ -130,7 +134,7 @@ def test_only_the_records_that_cannot_be_read_fail(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_answers_nothing_loses_no_record(tmp_path: Path) -> None:
-    files, names = FaultFiles(), chain(6)
+    files, names = FaultFS(), chain(6)
     with opened(tmp_path, files) as tier:
         put(tier, names)
         files.broken()
@@ -151,7 +155,7 @@ def test_a_disk_that_answers_nothing_loses_no_record(tmp_path: Path) -> None:
 
 
 def test_a_start_without_the_disk_is_degraded_and_heals(tmp_path: Path) -> None:
-    files, names = FaultFiles(), chain(4)
+    files, names = FaultFS(), chain(4)
     files.broken(code=errno.EACCES)
     with opened(tmp_path, files) as tier:
         with pytest.raises(TierUnavailable, match="Permission denied"):
@@ -198,7 +202,7 @@ def remove_segments(path: Path) -> None:
 @pytest.mark.parametrize("vanish", [remove, replace, remove_inner, remove_segments])
 @pytest.mark.parametrize("then", ["put", "refresh", "get"])
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, vanish: Callable[[Path], None], then: str) -> None:
-    path, names, files = tmp_path / "nvme", chain(20), FaultFiles()
+    path, names, files = tmp_path / "nvme", chain(20), FaultFS()
     with opened(path, files) as tier:
         put(tier, names)
         vanish(path)
@@ -217,13 +221,13 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, vanish: Callable[[
         assert_readable(tier, new + names)
         assert list(path.rglob("*.seg"))
         tier.check()
-    with opened(path, FaultFiles()) as tier:
+    with opened(path, FaultFS()) as tier:
         assert_readable(tier, new + names)
     assert files.num_open == 0
 
 
 def test_bytes_taken_away_in_the_middle_of_a_read_are_no_corruption(tmp_path: Path) -> None:
-    files, names = FaultFiles(), chain(4)
+    files, names = FaultFS(), chain(4)
     with opened(tmp_path, files, io="buffered") as tier:
         put(tier, names)
         (path,) = tmp_path.rglob("*.seg")

@@ -16,11 +16,11 @@ import pytest
 
 from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
+from pagetier.kvstore.nvme.fault_fs import FaultFS
 from pagetier.kvstore.nvme.files import Files
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.record import address_bytes
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
-from tests.kvstore.fault_files import FaultFiles
 from tests.kvstore.tier_contract import (
     DOMAIN,
     OTHER_PART,
@@ -110,7 +110,7 @@ def test_records_survive_a_crash(tmp_path: Path) -> None:
 def test_a_restart_reads_footers_only(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         put(tier, chain(300))
-    files = FaultFiles()
+    files = FaultFS()
     with opened(tmp_path, files=files) as tier:
         assert tier.counters().blocks == 300
         count = len(segments(tmp_path))
@@ -520,7 +520,7 @@ def test_direct_and_buffered_read_each_other(tmp_path: Path, write_io: str, read
 
 def test_neighbours_travel_together(tmp_path: Path) -> None:
     names = chain(64)
-    files = FaultFiles()
+    files = FaultFS()
     with opened(tmp_path, files=files) as tier:
         files.calls.clear()
         put(tier, names)
@@ -532,7 +532,7 @@ def test_neighbours_travel_together(tmp_path: Path) -> None:
 
 def test_short_reads_and_writes_are_carried_on(tmp_path: Path) -> None:
     names = chain(6)
-    with opened(tmp_path, files=FaultFiles(short=1000)) as tier:
+    with opened(tmp_path, files=FaultFS(short=1000)) as tier:
         assert put(tier, names) == [OK] * 6
         assert_readable(tier, names)
     with opened(tmp_path) as tier:
