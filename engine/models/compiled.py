@@ -26,7 +26,7 @@ from pagetier.kernels.cpu.library import (
     aligned_bytes,
 )
 
-KERNEL_REVISION = "pagetier-cpu-2"  # raise it whenever the core's arithmetic changes
+KERNEL_REVISION = "pagetier-cpu-3"  # raise it whenever the core's arithmetic changes
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
 

@@ -14,17 +14,15 @@
 #define PT_QUERY_ROWS 96                 /* query tokens x grouped heads of one task, unless the group alone is larger */
 #define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
 
-/* Query tokens [first_token, first_token + num_tokens) of a batch row, one kv head. split -1: all of the context. */
+/* Query tokens [first_token, first_token + num_tokens) of a batch row; kv heads [kv_head, kv_head + num_heads), more than
+ * one for one token only; splits [split, split + num_splits), num_splits 0: all of the context. */
 typedef struct pt_attention_task_s {
-    int32_t row, first_token, num_tokens, kv_head, split;
-    int32_t partial; /* of `split`: index of its first partial row */
+    int32_t row, first_token, num_tokens, kv_head, num_heads, split, num_splits;
+    int32_t partial; /* index of the first partial result of `split`: a split has one for every query head of the model */
 } pt_attention_task;
 
-/* The splits of one decode row and kv head that ran as tasks of their own, from `task.partial` on. */
-typedef struct pt_attention_merge_s {
-    pt_attention_task task;
-    int32_t num_splits;
-} pt_attention_merge;
+/* The splits [split, split + num_splits) of one decode row that ran as tasks of their own. */
+typedef pt_attention_task pt_attention_merge;
 
 /* One query row's softmax so far: maximum, sum, and head_dim weighted values behind it. */
 typedef struct {
@@ -37,7 +35,7 @@ static inline int64_t pt_query_rows(const pt_model *m) { return pt_query_tokens(
 
 /* Where a worker's scratch has what; sizes in bytes, each 64-aligned. */
 typedef struct {
-    size_t q, scores, probs, keys, values, tile, acc, total, stats, totals, scale, end;
+    size_t q, scores, probs, packed, tile, acc, total, stats, totals, end;
 } pt_attention_layout;
 
 static inline size_t pt_take(size_t *at, size_t bytes) {
@@ -48,18 +46,16 @@ static inline size_t pt_take(size_t *at, size_t bytes) {
 
 static inline pt_attention_layout pt_layout(const pt_model *m) {
     pt_attention_layout l;
-    size_t at = 0, rows = (size_t)pt_query_rows(m), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;
+    size_t at = 0, rows = (size_t)pt_max(pt_query_rows(m), m->num_heads), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;
     l.q = pt_take(&at, rows * dim * 4);
     l.scores = pt_take(&at, rows * PT_TILE * 4);
     l.probs = pt_take(&at, rows * PT_TILE * 4);
-    l.keys = pt_take(&at, PT_TILE * dim * 4);
-    l.values = pt_take(&at, PT_TILE * dim * 4);
+    l.packed = pt_take(&at, PT_TILE * dim * 4); /* K, then V: small, so that what is asked for ahead stays in cache */
     l.tile = pt_take(&at, PT_TILE * dim * 4);
     l.acc = pt_take(&at, rows * dim * 4);
     l.total = pt_take(&at, rows * dim * 4);
     l.stats = pt_take(&at, rows * sizeof(pt_softmax));
     l.totals = pt_take(&at, rows * sizeof(pt_softmax));
-    l.scale = pt_take(&at, rows * 4);
     l.end = at;
     return l;
 }

@@ -58,7 +58,7 @@ static int64_t max_tasks(const pt_model *m) {
 static size_t lay_out(const pt_model *m, int32_t num_workers, char *base, run *r) {
     size_t at = 0, half = (size_t)m->head_dim / 2;
     size_t tasks = pt_take(&at, (size_t)max_tasks(m) * sizeof(pt_attention_task));
-    size_t merges = pt_take(&at, (size_t)(max_tokens(m) * m->num_kv_heads) * sizeof(pt_attention_merge));
+    size_t merges = pt_take(&at, (size_t)max_tokens(m) * sizeof(pt_attention_merge));
     size_t cosines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
     size_t sines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
     size_t partials = pt_take(&at, PT_PARTIAL_BYTES);
@@ -355,7 +355,7 @@ int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_th
     lay_out(model, pt_num_workers(threads), scratch, &r);
     int64_t start = now_ns();
     run_copies(model, batch);
-    pt_attention_list(model, batch, &r.lists);
+    pt_attention_list(model, batch, pt_num_workers(threads), &r.lists);
     by_rows(&r, run_rotary, batch->num_tokens);
     for (int32_t i = 0; i < model->num_ops; i++) {
         r.op = &model->ops[i];

@@ -26,14 +26,14 @@ typedef struct {
     int64_t ldo;
     int64_t m, n, k;
     int32_t accumulate, out_bf16;
+    const char *ahead; /* memory to ask for meanwhile, a cache line for each k or pair of k; NULL: the next panel */
 } pt_gemm;
 
 /* Attention over one layer of the pool; see attention.h. */
 typedef struct {
     const pt_model *model;
     const pt_batch *batch;
-    const struct pt_attention_task_s *tasks;
-    const struct pt_attention_merge_s *merges;
+    const struct pt_attention_task_s *tasks, *merges;
     int64_t num_tasks, num_merges;
     const float *qkv; /* (num_tokens, ld_qkv): q heads | k heads | v heads */
     int64_t ld_qkv;

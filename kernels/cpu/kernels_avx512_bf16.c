@@ -10,6 +10,7 @@
 #define LEVEL_NAME "avx512_bf16"
 #define VL 16
 #define PANEL 32
+#define LEVEL_BF16
 #include "vector.inc"
 
 #include "rows.inc"

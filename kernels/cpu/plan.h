@@ -12,6 +12,6 @@ typedef struct {
 
 size_t pt_attention_worker_bytes(const pt_model *model);
 /* `lists` has room for the most tasks and merges that a batch can have; forward.c lays it out. */
-void pt_attention_list(const pt_model *model, const pt_batch *batch, pt_attention_lists *lists);
+void pt_attention_list(const pt_model *model, const pt_batch *batch, int32_t num_workers, pt_attention_lists *lists);
 
 #endif
