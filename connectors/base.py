@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion
 
 
@@ -41,6 +42,9 @@ class Connector(Protocol):
 
     def poll(self) -> list[Completion]:
         """Everything that finished since the last call."""
+
+    def set_identity(self, identity: CacheIdentity) -> None:
+        """From now on lookups and saves are `identity`'s. What was begun goes on under the former one."""
 
     @property
     def num_returns(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion
 from pagetier.kvstore.store import TieredStore
 
@@ -46,6 +47,9 @@ class LocalConnector:
 
     def poll(self) -> list[Completion]:
         return self._store.poll()
+
+    def set_identity(self, identity: CacheIdentity) -> None:
+        self._store.set_identity(identity)
 
     @property
     def num_returns(self) -> int:

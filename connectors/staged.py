@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
 from pagetier.kvstore.store import TieredStore
 
@@ -41,9 +42,10 @@ class Staging(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """One submit_load or submit_save, advanced in runs of blocks as slots come free."""
+    """One submit_load or submit_save, advanced in runs of blocks as slots come free. domain: of the names."""
 
     job: int
+    domain: bytes | None
     ticket: int | None  # None: a save
     names: tuple[BlockName, ...]
     block_ids: tuple[int, ...]
@@ -126,6 +128,10 @@ class StagedConnector:
         done, self._done = self._done, []
         return done
 
+    def set_identity(self, identity: CacheIdentity) -> None:
+        """As for every connector; saves that wait for slots know whose they are."""
+        self._store.set_identity(identity)
+
     @property
     def num_returns(self) -> int:
         return self._store.num_returns
@@ -157,7 +163,15 @@ class StagedConnector:
     def _new_job(self, ticket: int | None, blocks: Sequence[BlockName], block_ids: Sequence[int]) -> _Job:
         assert len(blocks) == len(block_ids), f"{len(blocks)} names for {len(block_ids)} blocks"
         number, self._next = self._next, self._next + 1
-        return _Job(number, ticket, tuple(blocks), tuple(block_ids), [None] * len(blocks), [None] * len(blocks))
+        return _Job(
+            number,
+            self._store.domain,
+            ticket,
+            tuple(blocks),
+            tuple(block_ids),
+            [None] * len(blocks),
+            [None] * len(blocks),
+        )
 
     def _enter(self, job: _Job, queue: deque[_Job]) -> int:
         if job.waiting:
@@ -221,7 +235,8 @@ class StagedConnector:
     def _copied(self, run: _Run) -> None:
         if run.job.ticket is None:
             names = [run.job.names[i] for i in run.indices]
-            self._stored[self._store.submit_put(names, [self._staging.view(slot) for slot in run.slots])] = run
+            views = [self._staging.view(slot) for slot in run.slots]
+            self._stored[self._store.submit_put(names, views, domain=run.job.domain)] = run
         else:
             self._end(run)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from pagetier.engine.config import (
 )
 from pagetier.engine.core import EngineCore
 from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
-from pagetier.engine.identity import cache_identity
+from pagetier.engine.identity import cache_identity, checked_weights_version, roots_of
 from pagetier.engine.models.compiled import CompiledModel, UnsupportedError
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import Llama
@@ -39,7 +39,7 @@ from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.config import GIB, StoreConfig, format_size
 from pagetier.kvstore.errors import ConfigError
-from pagetier.kvstore.keys import hash_named, root_key
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.places import kernels_dir
 from pagetier.kvstore.store import TieredStore, open_store
 
@@ -53,6 +53,7 @@ class ServeConfig:
     kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
     threads: that run the model on a CPU; 0 is one for each core this process may use. cpu_kernels: the compiled core's
     instruction-set level, `auto` for the machine's best, `torch` for none of it.
+    weights_version: what tells the weights apart beside their fingerprint, for those that are changed in place.
     gpu_memory_utilization: share of a GPU that weights and pool may take together. max_model_len: None is the model's.
     """
 
@@ -74,23 +75,43 @@ class ServeConfig:
     cpu_kernels: str = "auto"
     seed: int = 0
     kv_hash: str = "sha256"
+    weights_version: str = ""
     paranoid: bool = False
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Engine:
-    """A core and the facts its front ends need. root_of: `cache_salt` -> root key, as the core itself uses it."""
+    """A core and the facts its front ends need. Owner: core thread. identity: of the KV that is computed now."""
 
     core: EngineCore
     tokenizer: Tokenizer
     model_config: ModelConfig
     config: EngineConfig
     dtype: str
-    domain: bytes
-    hash_name: str
+    identity: CacheIdentity
     tiers: tuple[str, ...]
-    root_of: Callable[[str], bytes]
+
+    @property
+    def domain(self) -> bytes:
+        """The 32 bytes that name the cache of this model with these weights."""
+        return self.identity.domain()
+
+    def root_of(self, salt: str) -> bytes:
+        """The root key of a tenant's chains, as the core itself uses it."""
+        return roots_of(self.identity)(salt)
+
+    def set_weights_version(self, version: str | None = None) -> str:
+        """The weights were changed in place: no KV of before is used again (`EngineCore.set_identity`); the version.
+
+        Replicas with equal weights share KV when they are told the same version; None: a new UUID, shared with nobody.
+        The present version changes nothing. Raises ConfigError for a version that cannot be part of an identity.
+        """
+        version = checked_weights_version(str(uuid.uuid4()) if version is None else version)
+        if version != self.identity.weights_version:
+            self.identity = replace(self.identity, weights_version=version)
+            self.core.set_identity(self.identity)
+        return version
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write queued saves for at most `timeout_s` seconds, then let go of everything."""
@@ -131,12 +152,9 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         block_size=config.block_size,
         fingerprint=checkpoint.fingerprint,
         hash_name=config.kv_hash,
+        weights_version=config.weights_version,
     )
-    domain, hash_ = identity.domain(), hash_named(config.kv_hash)
-
-    def root_of(salt: str) -> bytes:
-        return root_key(domain, salt.encode(), hash_)
-
+    root_of = roots_of(identity)
     connector = None
     if config.store.tiers or config.store.host_size:
         part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
@@ -158,10 +176,8 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         model_config=model_config,
         config=engine_config,
         dtype=dtype,
-        domain=domain,
-        hash_name=config.kv_hash,
+        identity=identity,
         tiers=("device", *config.store.tier_names),
-        root_of=root_of,
     )
 
 

@@ -69,6 +69,7 @@ def serve(flags: ServeFlags) -> None:
             order=order,
             model_names=names,
             api_key=flags.api_key,
+            admin_token=flags.admin_token,
             engine_process=flags.engine_process,
             shutdown_timeout_s=flags.shutdown_timeout,
             seed=flags.seed,

@@ -9,6 +9,7 @@ from typing import Any
 from pagetier.connectors.base import Connector
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
+from pagetier.engine.identity import roots_of
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import build_batch
 from pagetier.engine.prefix_index import PrefixIndex
@@ -16,6 +17,7 @@ from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
 from pagetier.kvstore.errors import ClosedError
+from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.keys import hash_named
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class EngineCore:
         pool = BlockPool(config.num_blocks, index)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
         self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name))
+        self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
         self._closed = False
         self._is_stepping = self._is_stalled = False
 
@@ -65,6 +68,25 @@ class EngineCore:
         ignored.
         """
         self.scheduler.abort(request_ids)
+
+    def set_identity(self, identity: CacheIdentity) -> None:
+        """The weights were changed in place: from now on KV is computed, named, looked up and saved under `identity`.
+
+        Waits for the launched steps: their tokens count, their KV does not. Every request then starts over with the
+        tokens it has, so that no later step reads KV of the former weights; saves under way land under the former
+        identity. Hash and block size must be the former one's. Raises ClosedError after `close`.
+        """
+        if self._closed or self._is_stepping:
+            raise ClosedError("the engine is closed, or was interrupted in the middle of a step; build a new one")
+        self.scheduler.change_roots(roots_of(identity))
+        while self.scheduler.launched:
+            try:
+                self._drained += self.scheduler.commit(self.scheduler.launched[0], self._runner.collect())
+            except Exception as error:  # the runner's boundary, as in a step
+                logger.exception("a step failed; its requests end with an error")
+                self._drained += self._fail(error)
+        if self._connector is not None:
+            self._connector.set_identity(identity)
 
     def step(self) -> list[TokenOutput]:
         """Poll, plan, launch and, when the pipeline is full or dry, commit. Returns at once if nothing can be done
@@ -84,7 +106,7 @@ class EngineCore:
         self.scheduler.poll_transfers()
         plan = self.scheduler.plan()
         self._is_stalled = plan is None and not self.scheduler.launched
-        outputs = self.scheduler.take_ended()
+        outputs, self._drained = self._drained + self.scheduler.take_ended(), []
         try:
             if plan is not None:
                 self._runner.launch(build_batch(plan, self.config.block_size, self._num_groups))
@@ -110,7 +132,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has, or will have, something to do without new requests."""
         scheduler = self.scheduler
-        return bool(scheduler.num_unfinished or scheduler.launched or scheduler.transfers.holds_blocks)
+        answers = self._drained or scheduler.has_ended
+        return bool(answers or scheduler.num_unfinished or scheduler.launched or scheduler.transfers.holds_blocks)
 
     @property
     def waits_for_store(self) -> bool:

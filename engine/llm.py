@@ -78,6 +78,21 @@ class LLM:
         """The 32 bytes that name this model's cache."""
         return self._engine.domain
 
+    @property
+    def weights_version(self) -> str:
+        """What tells these weights from others of the same checkpoint; empty until it is set."""
+        return self._engine.identity.weights_version
+
+    def set_weights_version(self, version: str | None = None) -> str:
+        """Call it when the weights were changed in place, before the next prompt: none of the KV computed so far, on
+        the device or in a tier, is used again. Returns the version: yours, or a new UUID.
+
+        Replicas that are given the same version for the same weights share their KV. Raises ConfigError for a version
+        of more than 256 characters, ClosedError after `close`.
+        """
+        with held_interrupts():
+            return self._engine.set_weights_version(version)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -12,8 +12,9 @@ from pagetier.engine.sampling_params import SamplingParams
 class EngineRequest:
     """One sequence to continue.
 
-    keys: the 32-byte keys of the prompt's full blocks, concatenated, hashed by the API side under the engine's domain,
-    block size and `cache_salt`; empty: the core hashes them itself. choice: index among the n choices of one API
+    keys: the 32-byte keys of the prompt's full blocks, concatenated, hashed by the API side below `root`, the root key
+    of the engine's domain and `cache_salt`; the core hashes them itself when they are empty or the domain has changed
+    since. choice: index among the n choices of one API
     request. eos_token_ids end it unless `params.ignore_eos`. priority: lower runs first.
     """
 
@@ -25,6 +26,7 @@ class EngineRequest:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     keys: bytes = b""
+    root: bytes = b""
     priority: int = 0
     arrival_s: float = 0.0
 

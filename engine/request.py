@@ -132,6 +132,11 @@ class Request:
         self._buffer[self.num_known_tokens] = token_id
         self.num_known_tokens += 1
 
+    def rename(self, root: bytes, block_size: int, hash_: Hash) -> None:
+        """Name the prompt's blocks below another root; those of the output are named anew as they are committed."""
+        self.root = root
+        self.names = _prompt_names(self.spec, self._packed_prompt, root, block_size, hash_)
+
     def name_blocks(self, num_blocks: int, block_size: int, hash_: Hash) -> None:
         """Key the blocks up to `num_blocks`, all of whose tokens are accepted."""
         while len(self.names) < num_blocks:
@@ -143,9 +148,9 @@ class Request:
 
 
 def _prompt_names(spec: EngineRequest, packed: bytes, root: bytes, block_size: int, hash_: Hash) -> list[BlockName]:
-    """Names of the prompt's full blocks, from the keys the API side hashed, if it did."""
+    """Names of the prompt's full blocks, from the keys that the API side hashed below this very root, if it did."""
     num_blocks = len(spec.prompt_ids) // block_size
-    if len(spec.keys) != num_blocks * KEY_BYTES:
+    if spec.root != root or len(spec.keys) != num_blocks * KEY_BYTES:
         return chain_names(root, np.asarray(spec.prompt_ids, np.uint32), block_size, hash_=hash_)
     step = block_size * TOKEN_BYTES
     keys = [spec.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(num_blocks)]

@@ -106,6 +106,11 @@ class Scheduler:
         return ended
 
     @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to hand out."""
+        return bool(self._ended)
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._requests)
 
@@ -253,14 +258,30 @@ class Scheduler:
         """Take all blocks of a running request; it recomputes (or hits) them when its turn comes again."""
         self.num_preemptions += 1
         request.num_preemptions += 1
+        self._send_back(request)
+
+    def _send_back(self, request: Request) -> None:
+        """A running or loading request waits again, with the tokens it has and without KV."""
         request.epoch += 1
-        self.running.remove(request)
+        self._queue_of(request).remove(request)
+        self.transfers.release(request)
         self._give_up_blocks(request)
         request.num_computed_tokens = request.num_committed_tokens = request.num_indexed_blocks = 0
         request.tip = None
         request.lookup_tries = 0
         request.state = RequestState.WAITING
         bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def change_roots(self, root_of: Callable[[str], bytes]) -> None:
+        """From now on other weights answer: blocks are named below other roots, and every request starts over with the
+        tokens it has. KV of before, that of launched steps included, is read by no later step and named by nobody."""
+        self._root_of = root_of
+        for request in [*self.running, *self.loading]:
+            self._send_back(request)
+        for request in self.waiting:
+            self.transfers.release(request)
+            request.lookup_tries = 0
+            request.rename(root_of(request.spec.cache_salt), self.config.block_size, self._hash)
 
     def _add_row(self, plan: StepPlan, request: Request, num_new: int) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_new

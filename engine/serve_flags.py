@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS
+from pagetier.engine.identity import checked_weights_version
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
@@ -68,9 +69,15 @@ class ServeFlags:
     api_key: Annotated[
         str | None, _option("--api-key", panel=SERVER, text="What clients must send.", envvar="PAGETIER_API_KEY")
     ] = None
-    admin_token: Annotated[str | None, _option("--admin-token", panel=SERVER, text="Not built yet.", hidden=True)] = (
-        None
-    )
+    admin_token: Annotated[
+        str | None,
+        _option(
+            "--admin-token",
+            panel=SERVER,
+            text="What /admin/ asks for; without one it answers local programs only.",
+            envvar="PAGETIER_ADMIN_TOKEN",
+        ),
+    ] = None
     engine_process: Annotated[
         str, _option("--engine-process", panel=SERVER, text="auto and on: its own process; off: a thread.")
     ] = "auto"
@@ -121,6 +128,15 @@ class ServeFlags:
         str, _option("--kv-hash", panel=CACHE, text="sha256, or xxh3-128 where all clients are trusted.")
     ] = "sha256"
 
+    weights_version: Annotated[
+        str,
+        _option(
+            "--weights-version",
+            panel=CACHE,
+            text="Of weights that are not the checkpoint's; replicas share KV at the same one only.",
+        ),
+    ] = ""
+
     kv_tier: Annotated[
         str, _option("--kv-tier", panel=TIERS, text="Tiers, fastest first, e.g. nvme,redis; default: none.")
     ] = ""
@@ -164,7 +180,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "speculative_config": (None,),
     "deterministic": (False,),
-    "admin_token": (None,),
     "structured_outputs_backend": (None,),
     "scheduling_policy": ("fcfs",),
     "preemption_mode": ("recompute",),
@@ -183,6 +198,13 @@ def refuse_unbuilt(flags: ServeFlags) -> None:
             allowed = " or ".join(str(one) for one in neutral if one not in (None, False)) or "to leave it out"
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: got {value!r}, which is not built yet; allowed: {allowed}")
+
+
+def refuse_empty_secrets(flags: ServeFlags) -> None:
+    """Raise ConfigError for a secret that everybody knows. Secrets are named, never shown."""
+    for flag, secret in (("--api-key", flags.api_key), ("--admin-token", flags.admin_token)):
+        if secret is not None and not secret.strip():
+            raise ConfigError(f"{flag}: got an empty one; allowed: at least one character, or leave it out")
 
 
 def store_fields(flags: ServeFlags) -> dict[str, Any]:
@@ -210,6 +232,7 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
 def engine_fields(flags: ServeFlags) -> dict[str, Any]:
     """The fields of `ServeConfig`, JSON-able, as far as they can be checked without the model. Raises ConfigError."""
     refuse_unbuilt(flags)
+    refuse_empty_secrets(flags)
     for flag, value, allowed in (
         ("--dtype", flags.dtype, DTYPES),
         ("--device", flags.device, DEVICES),
@@ -236,6 +259,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "enable_prefix_caching": flags.enable_prefix_caching,
         "enable_chunked_prefill": flags.enable_chunked_prefill,
         "kv_hash": flags.kv_hash,
+        "weights_version": checked_weights_version(flags.weights_version),
         "paranoid": flags.paranoid,
         "store": store_fields(flags),
     }

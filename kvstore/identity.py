@@ -77,6 +77,10 @@ class CacheIdentity:
             raise ProtocolError("not a cache identity: encoding is not canonical")
         return identity
 
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as plain values, for JSON."""
+        return _to_tree(self)
+
     def domain(self) -> bytes:
         """The 32 bytes that keys and records carry."""
         return domain_of(self.encode())

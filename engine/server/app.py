@@ -7,7 +7,6 @@ Owns routes and what a request passes before it is generated: key, model, queue.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -23,17 +22,19 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from pagetier.engine.metrics import ServerMetrics
+from pagetier.engine.server.admin import add_admin_routes
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
 from pagetier.engine.server.errors import ApiError, engine_dead, overloaded, shutting_down
 from pagetier.engine.server.generation import Generation, TextOptions
+from pagetier.engine.server.guards import check_key, read_body
 from pagetier.engine.server.preparation import PreparedRequest, Preparer
 from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest, SharedFields, parse_body
 from pagetier.engine.server.responses import Answer, ChatAnswer, CompletionAnswer, dump, usage_body
 from pagetier.engine.tokenizer import Tokenizer
+from pagetier.kvstore.identity import CacheIdentity, domain_of
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20  # a million tokens as JSON numbers are 7 MB
 STATS_TIMEOUT_S = 15.0  # answers come between steps; one of 512 tokens was seen to take 5 s on two busy cores
 HEALTH_TIMEOUT_S = 2.0  # within the five seconds in which /health must tell
 PING_S = 15.0  # a comment line after so much silence keeps proxies from closing a stream
@@ -63,6 +64,7 @@ class Service:
     metrics: ServerMetrics
     model_names: tuple[str, ...]
     api_key: str | None = None
+    admin_token: str | None = None
     draining: bool = False
     start_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -106,6 +108,7 @@ def create_app(service: Service) -> FastAPI:
     _add_error_shapes(app, service)
     _add_openai_routes(app, service)
     _add_status_routes(app, service)
+    add_admin_routes(app, service.client, service.admin_token, service.api_key)
     return app
 
 
@@ -136,20 +139,20 @@ def _add_error_shapes(app: FastAPI, service: Service) -> None:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        _check_key(service, request)
+        check_key(request, service.api_key)
         return JSONResponse({"object": "list", "data": [_model_card(service, name) for name in service.model_names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
-        _check_key(service, request)
+        check_key(request, service.api_key)
         if name not in service.model_names:
             raise ApiError(404, f"model {name!r} does not exist", param="model", code="model_not_found")
         return JSONResponse(_model_card(service, name))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        _check_key(service, request)
-        body = parse_body(CompletionRequest, await _read_body(request))
+        check_key(request, service.api_key)
+        body = parse_body(CompletionRequest, await read_body(request))
         model = service.admit(body, len(body.prompts) * (body.n or 1))
         request_id = f"cmpl-{uuid.uuid4().hex}"
         answer = CompletionAnswer(service.tokenizer, request_id, model, body.logprobs is not None)
@@ -158,8 +161,8 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        _check_key(service, request)
-        body = parse_body(ChatCompletionRequest, await _read_body(request))
+        check_key(request, service.api_key)
+        body = parse_body(ChatCompletionRequest, await read_body(request))
         model = service.admit(body, body.n or 1)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         answer = ChatAnswer(service.tokenizer, request_id, model, bool(body.logprobs))
@@ -210,6 +213,14 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             }
         )
 
+    @app.get("/identity")
+    async def identity(request: Request) -> Response:
+        """What this server's KV depends on, field by field, for `pagetier diff-identity`."""
+        check_key(request, service.api_key)
+        encoded = service.client.ready.identity
+        fields = CacheIdentity.decode(encoded).as_dict()
+        return JSONResponse({"domain": domain_of(encoded).hex(), "identity": fields, "encoded": encoded.hex()})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
@@ -236,27 +247,6 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "pagetier",
         "max_model_len": service.client.ready.max_len_tokens,
     }
-
-
-def _check_key(service: Service, request: Request) -> None:
-    if service.api_key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), service.api_key.encode()):
-        raise ApiError(
-            401,
-            "wrong or missing API key; send 'Authorization: Bearer KEY' with the server's --api-key",
-            code="invalid_api_key",
-        )
-
-
-async def _read_body(request: Request) -> bytes:
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return bytes(data)
 
 
 def _route(request: Request) -> str:

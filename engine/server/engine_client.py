@@ -10,7 +10,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -84,7 +85,7 @@ class EngineClient:
         self._ready: wire.Ready | None = None
         self._started: asyncio.Future[wire.Ready] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._stats_waiters: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiters: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for its answer
         self._next_ticket = 0
         self._unanswered_since_s: float | None = None
         self._error: str | None = None
@@ -150,20 +151,30 @@ class EngineClient:
 
     async def stats(self, timeout_s: float) -> dict[str, Any]:
         """The core's counters. Raises TimeoutError, EngineDeadError."""
+        answer: dict[str, Any] = await self._ask(wire.StatsQuery, timeout_s)
+        return answer
+
+    async def set_weights_version(self, version: str, timeout_s: float) -> None:
+        """Use no KV of before; `ready` has the new identity then. Raises TimeoutError (it then comes true later),
+        EngineDeadError."""
+        await self._ask(lambda ticket: wire.SetWeightsVersion(ticket, version), timeout_s)
+
+    async def _ask(self, question: Callable[[int], wire.Message], timeout_s: float) -> Any:
+        """The answer to the question of a new ticket."""
         if self._error is not None:
             raise EngineDeadError(self._error)
         self._next_ticket += 1
         ticket = self._next_ticket
-        waiter: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._stats_waiters[ticket] = waiter
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiters[ticket] = waiter
         if self._unanswered_since_s is None:
             self._unanswered_since_s = time.monotonic()
-        self._send(wire.encode(wire.StatsQuery(ticket)))
+        self._send(wire.encode(question(ticket)))
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter
         finally:
-            self._stats_waiters.pop(ticket, None)
+            self._waiters.pop(ticket, None)
 
     def hung(self) -> bool:
         """Whether the engine has left a question unanswered for too long."""
@@ -252,10 +263,10 @@ class EngineClient:
                 for output in outputs:
                     self._deliver(output)
             case wire.StatsAnswer(ticket, stats):
-                self._unanswered_since_s = None
-                waiter = self._stats_waiters.get(ticket)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(stats)
+                self._answer(ticket, stats)
+            case wire.IdentityChanged(ticket, identity):
+                self._ready = replace(self.ready, identity=identity)
+                self._answer(ticket, None)
             case wire.Ready():
                 if self._started is not None and not self._started.done():
                     self._started.set_result(message)
@@ -263,6 +274,12 @@ class EngineClient:
                 self._die(error, ConfigError(error) if usage else EngineDeadError(error))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _answer(self, ticket: int, answer: Any) -> None:
+        self._unanswered_since_s = None
+        waiter = self._waiters.get(ticket)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer)
 
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -290,7 +307,7 @@ class EngineClient:
         self._error = reason
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-        for waiter in self._stats_waiters.values():
+        for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(error)
         self.fail_open(f"the engine died: {reason}")

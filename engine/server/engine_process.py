@@ -53,11 +53,14 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """An engine ready to serve. close(timeout_s): write queued puts for at most that long, then let go of all."""
+    """An engine ready to serve. close(timeout_s): write queued puts for at most that long, then let go of all.
+    set_weights_version(version): use no KV of before; the encoded identity from now on.
+    """
 
     core: Core
     ready: wire.Ready
     close: Callable[[float], None]
+    set_weights_version: Callable[[str], bytes]
 
 
 Factory = Callable[[Mapping[str, Any]], ServedEngine]
@@ -200,6 +203,8 @@ class EngineLoop:
                     self._abort(request_ids)
                 case wire.StatsQuery(ticket):
                     self._link.send(wire.StatsAnswer(ticket, self._core.stats()))
+                case wire.SetWeightsVersion(ticket, version):
+                    self._link.send(wire.IdentityChanged(ticket, self._engine.set_weights_version(version)))
                 case wire.Shutdown(timeout_s):
                     self._end_by(timeout_s)
                 case _:

@@ -18,7 +18,12 @@ from pagetier.kvstore.config import StoreConfig
 def build(fields: Mapping[str, Any]) -> ServedEngine:
     """The engine of a `ServeConfig` as plain fields, its store's under "store". Raises ConfigError, CapacityError."""
     engine = build_engine(serve_config(fields))
-    return ServedEngine(engine.core, ready_of(engine), engine.close)
+
+    def set_weights_version(version: str) -> bytes:
+        engine.set_weights_version(version)
+        return engine.identity.encode()
+
+    return ServedEngine(engine.core, ready_of(engine), engine.close, set_weights_version)
 
 
 def serve_config(fields: Mapping[str, Any]) -> ServeConfig:
@@ -36,9 +41,9 @@ def ready_of(engine: Engine) -> Ready:
     """What the API process must know. No sequence can outgrow the device pool, so the pool bounds the length too."""
     config, tokenizer = engine.config, engine.tokenizer
     return Ready(
-        domain=engine.domain,
+        identity=engine.identity.encode(),
         block_size=config.block_size,
-        hash_name=engine.hash_name,
+        hash_name=engine.identity.hash_name,
         max_len_tokens=min(config.max_model_len, config.num_blocks * config.block_size),
         vocab_size=engine.model_config.vocab_size,
         max_num_seqs=config.max_num_seqs,

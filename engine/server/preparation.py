@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from pagetier.engine.identity import salt_bytes
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.server.errors import ApiError
 from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.tokenizer import Tokenizer
-from pagetier.kvstore.errors import PagetierError
+from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.keys import chain_names, hash_named, root_key
 
 INLINE_LENGTH = 4096  # characters or ids below which a hop to the pool costs more than the work (some 0.5 ms)
@@ -43,10 +44,11 @@ class PreparedRequest:
 class Preparer:
     """Knows the tokenizer and the engine's facts. Thread-safe; owner of its pool: event loop thread."""
 
-    def __init__(self, tokenizer: Tokenizer, ready: Ready, seed: int | None = None) -> None:
-        """seed: of the seeds drawn for requests that name none; None: from the system."""
-        self._tokenizer, self._ready = tokenizer, ready
-        self._hash = hash_named(ready.hash_name)
+    def __init__(self, tokenizer: Tokenizer, facts: Callable[[], Ready], seed: int | None = None) -> None:
+        """facts: what the engine is now; its identity may change. seed: of the seeds drawn for requests that name none;
+        None: from the system."""
+        self._tokenizer, self._facts = tokenizer, facts
+        self._hash = hash_named(facts().hash_name)
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagetier-tokenize")
 
@@ -59,6 +61,10 @@ class Preparer:
         if sum(len(str(message.content or "")) for message in body.messages) < INLINE_LENGTH:
             return self._chat(body, request_id)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._chat, body, request_id)
+
+    @property
+    def _ready(self) -> Ready:
+        return self._facts()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -119,12 +125,14 @@ class Preparer:
                     raise ApiError(400, f"{name}: got token id {token_id}; allowed: {allowed}", param=name)
         for ids in prompts:
             self._check_length(len(ids), params, field)
-        salt = body.cache_salt or ""
+        salt, ready = body.cache_salt or "", self._ready
+        root = self._root(ready, salt)
         seed = (params.seed if params.seed is not None else self._seeds.getrandbits(63)) & SEED_MASK
         now_s = time.monotonic()
         sequences = []
         for index, ids in enumerate(prompts):
-            keys = self._keys(ids, salt)
+            names = chain_names(root, ids, ready.block_size, hash_=self._hash)
+            keys = b"".join(name.key for name in names)
             sequences += [
                 EngineRequest(
                     request_id=f"{request_id}-{index * params.n + choice}",
@@ -135,6 +143,7 @@ class Preparer:
                     eos_token_ids=self._ready.eos_token_ids,
                     cache_salt=salt,
                     keys=keys,
+                    root=root,
                     priority=body.priority,
                     arrival_s=now_s,
                 )
@@ -157,6 +166,8 @@ class Preparer:
             code="context_length_exceeded",
         )
 
-    def _keys(self, ids: list[int], salt: str) -> bytes:
-        root = root_key(self._ready.domain, salt.encode(), self._hash)
-        return b"".join(name.key for name in chain_names(root, ids, self._ready.block_size, hash_=self._hash))
+    def _root(self, ready: Ready, salt: str) -> bytes:
+        try:
+            return root_key(ready.domain, salt_bytes(salt), self._hash)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="cache_salt") from None

@@ -43,6 +43,7 @@ class ServeOptions:
     order: EngineOrder
     model_names: tuple[str, ...]
     api_key: str | None = None
+    admin_token: str | None = None
     engine_process: str = "auto"
     shutdown_timeout_s: float = 10.0
     seed: int | None = None
@@ -89,10 +90,11 @@ async def serve(
                 text = await loading  # a thread cannot be cancelled; it is short
             if end.asked:
                 return
-            preparer = Preparer(text, client.ready, options.seed)
+            preparer = Preparer(text, lambda: client.ready, options.seed)
             try:
                 metrics = ServerMetrics(options.model_names[0])
-                service = Service(client, text, preparer, metrics, options.model_names, options.api_key)
+                secrets = options.api_key, options.admin_token
+                service = Service(client, text, preparer, metrics, options.model_names, *secrets)
                 await _answer(service, listener, options, started, end)
             finally:
                 preparer.close()

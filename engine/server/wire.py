@@ -18,9 +18,10 @@ from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.kvstore.block import KEY_BYTES
 from pagetier.kvstore.errors import PagetierError, ProtocolError
+from pagetier.kvstore.identity import domain_of
 from pagetier.kvstore.keys import pack_tokens, unpack_tokens
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20  # one sequence a message: a million-token prompt with its keys is 6 MB
 MAX_ITEMS = 1 << 20  # entries of one msgpack array or map
 MAX_TEXT_BYTES = 1 << 16  # ids, salts, error lines
@@ -48,6 +49,14 @@ class StatsQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class SetWeightsVersion:
+    """The weights were changed in place: KV of before must not be used. `ticket` comes back with the answer."""
+
+    ticket: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """End what runs, write queued puts, leave: all within `timeout_s` seconds from receipt."""
 
@@ -58,10 +67,11 @@ class Shutdown:
 class Ready:
     """The engine serves. What the API process must know of it to hash, check and count.
 
-    domain: 32 bytes. max_len_tokens: longest prompt + output that can ever run. tiers: those configured, device first.
+    identity: the encoded cache identity. max_len_tokens: longest prompt + output that can ever run. tiers: those
+    configured, device first.
     """
 
-    domain: bytes
+    identity: bytes
     block_size: int
     hash_name: str
     max_len_tokens: int
@@ -70,6 +80,19 @@ class Ready:
     max_num_queued_reqs: int
     eos_token_ids: tuple[int, ...]
     tiers: tuple[str, ...]
+
+    @property
+    def domain(self) -> bytes:
+        """The 32 bytes that the identity hashes to."""
+        return domain_of(self.identity)
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityChanged:
+    """The answer to SetWeightsVersion: keys are hashed under this encoded identity from now on."""
+
+    ticket: int
+    identity: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +118,9 @@ class Failed:
     usage: bool
 
 
-Message = Submit | Abort | StatsQuery | Shutdown | Ready | Tokens | StatsAnswer | Failed
+Message = (
+    Submit | Abort | StatsQuery | SetWeightsVersion | Shutdown | Ready | IdentityChanged | Tokens | StatsAnswer | Failed
+)
 
 _PARAM_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
 
@@ -248,6 +273,7 @@ def _submit_body(message: Submit) -> list[Any]:
         list(r.eos_token_ids),
         r.cache_salt,
         r.keys,
+        r.root,
         r.priority,
         r.arrival_s,
     ]
@@ -258,7 +284,7 @@ def _parse_submit(fields: _Fields) -> Submit:
     params = _parse_params(fields.array())
     seed, choice = fields.number(), fields.number()
     eos_token_ids = _all(int, fields.array(), "eos_token_ids")
-    salt, keys, priority, arrival_s = fields.text(), fields.data(), fields.number(), fields.real()
+    salt, keys, root, priority, arrival_s = fields.text(), fields.data(), fields.data(), fields.number(), fields.real()
     fields.end()
     if len(prompt) % 4 or not prompt:
         raise ProtocolError(f"Submit: prompt of {len(prompt)} bytes is not a non-empty array of u32")
@@ -274,6 +300,7 @@ def _parse_submit(fields: _Fields) -> Submit:
             eos_token_ids=eos_token_ids,
             cache_salt=salt,
             keys=keys,
+            root=root,
             priority=priority,
             arrival_s=arrival_s,
         )
@@ -338,6 +365,18 @@ def _parse_stats_query(fields: _Fields) -> StatsQuery:
     return StatsQuery(ticket)
 
 
+def _parse_set_weights_version(fields: _Fields) -> SetWeightsVersion:
+    ticket, version = fields.number(), fields.text()
+    fields.end()
+    return SetWeightsVersion(ticket, version)
+
+
+def _parse_identity_changed(fields: _Fields) -> IdentityChanged:
+    ticket, identity = fields.number(), fields.data()
+    fields.end()
+    return IdentityChanged(ticket, identity)
+
+
 def _parse_shutdown(fields: _Fields) -> Shutdown:
     timeout_s = fields.real()
     fields.end()
@@ -346,7 +385,7 @@ def _parse_shutdown(fields: _Fields) -> Shutdown:
 
 def _ready_body(m: Ready) -> list[Any]:
     return [
-        m.domain,
+        m.identity,
         m.block_size,
         m.hash_name,
         m.max_len_tokens,
@@ -360,7 +399,7 @@ def _ready_body(m: Ready) -> list[Any]:
 
 def _parse_ready(fields: _Fields) -> Ready:
     ready = Ready(
-        domain=fields.data(),
+        identity=fields.data(),
         block_size=fields.number(),
         hash_name=fields.text(),
         max_len_tokens=fields.number(),
@@ -390,6 +429,8 @@ _BODIES: Mapping[type, Callable[[Any], list[Any]]] = {
     Submit: _submit_body,
     Abort: lambda m: [list(m.request_ids)],
     StatsQuery: lambda m: [m.ticket],
+    SetWeightsVersion: lambda m: [m.ticket, m.version],
+    IdentityChanged: lambda m: [m.ticket, m.identity],
     Shutdown: lambda m: [m.timeout_s],
     Ready: _ready_body,
     Tokens: lambda m: [[_output_body(o) for o in m.outputs]],
@@ -400,6 +441,8 @@ _PARSERS: Mapping[str, Callable[[_Fields], Message]] = {
     "Submit": _parse_submit,
     "Abort": _parse_abort,
     "StatsQuery": _parse_stats_query,
+    "SetWeightsVersion": _parse_set_weights_version,
+    "IdentityChanged": _parse_identity_changed,
     "Shutdown": _parse_shutdown,
     "Ready": _parse_ready,
     "Tokens": _parse_tokens,

@@ -68,11 +68,13 @@ class LedgerBlocks:
 class LedgerRunner:
     """Implements `Runner`. lazy: a batch runs only when it is collected, the latest moment the engine allows.
 
-    expected: request id -> its whole token sequence, to compare every slot with.
+    expected: request id -> its token sequence or the beginning of it, to compare every slot with. seed: stands for the
+    weights; every slot must have been computed with the present ones.
     """
 
     def __init__(self, blocks: LedgerBlocks, vocab_size: int, expected: dict[str, list[int]], *, lazy: bool) -> None:
         self.num_slots_checked = 0
+        self.seed = SEED
         self._blocks = blocks
         self._vocab_size = vocab_size
         self._expected = {name: np.asarray(tokens, np.uint32) for name, tokens in expected.items()}
@@ -112,7 +114,7 @@ class LedgerRunner:
         slots, block_size = self._blocks.slots, self._blocks.slots.shape[1]
         table = batch.block_tables[0][row]
         start = seq_len - (end - first)
-        hash_ = SEED if start == 0 else int(self._slot(table, start - 1)["hash"])
+        hash_ = self.seed if start == 0 else int(self._slot(table, start - 1)["hash"])
         for i in range(first, end):
             source = int(batch.token_sources[i])
             token = int(batch.token_ids[i]) if source < 0 else int(self._last_sampled[source])
@@ -144,7 +146,7 @@ class LedgerRunner:
         assert not len(wrong), (
             f"{name}: slot {wrong[0]} holds token {read['token'][wrong[0]]}, not {expected[wrong[0]]}"
         )
-        previous = np.concatenate([np.asarray([SEED], np.uint64), read["hash"][:-1]])
+        previous = np.concatenate([np.asarray([self.seed], np.uint64), read["hash"][:-1]])
         x = (previous ^ (read["token"].astype(np.uint64) + np.uint64(1))) * np.uint64(MULTIPLIER)
         wrong = np.flatnonzero(read["hash"] != x ^ (x >> np.uint64(32)))
         assert not len(wrong), f"{name}: the chain breaks at slot {wrong[0]}"

@@ -89,6 +89,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         gpu_memory_utilization=0.5,
         block_size=8,
         kv_hash="xxh3-128",
+        weights_version="v2",
         paranoid=True,
         kv_tier="redis, nvme",
         kv_host_size="1GiB",
@@ -110,6 +111,14 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
     assert [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)] == ["limits"]
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
     assert config.store.mac_key_file == tmp_path / "key"
+
+
+@pytest.mark.parametrize(
+    ("flag", "flags"), [("--api-key", ServeFlags(api_key="")), ("--admin-token", ServeFlags(admin_token=" "))]
+)
+def test_an_empty_secret_is_refused(flag: str, flags: ServeFlags) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: got an empty one"):
+        engine_fields(flags)
 
 
 def test_a_key_that_is_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

@@ -208,3 +208,47 @@ def test_engines_of_one_process_share_nothing_but_the_store(checkpoint: Path, tm
         for thread in threads:
             thread.join()
     assert got == {0: [expected] * 4, 1: [expected] * 4}
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def cached(llm: LLM, prompt: list[int]) -> dict[str, int]:
+    return llm.generate([prompt], GREEDY)[0].cached_tokens
+
+
+def test_other_weights_reuse_nothing_and_the_same_version_finds_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    (prompt,) = (PROMPTS[2] + [5],)
+    options: dict[str, Any] = {"kv_tier": ("nvme",), "nvme_path": tmp_path, "load_budget_s": 30.0, "paranoid": True}
+    with llm_of(checkpoint, **options) as llm:
+        first = llm.domain
+        assert (llm.weights_version, cached(llm, prompt), cached(llm, prompt)) == ("", {}, {"device": 64})
+        assert llm.set_weights_version("v2") == llm.weights_version == "v2"
+        assert llm.domain != first
+        assert (cached(llm, prompt), cached(llm, prompt)) == ({}, {"device": 64})
+        drawn = llm.set_weights_version()
+        assert cached(llm, prompt) == {}
+        assert llm.set_weights_version() != drawn
+        assert llm.set_weights_version("") == "" and llm.domain == first
+        assert cached(llm, prompt) == {"device": 64}, "a version is the caller's word that the weights are the same"
+    for version, found in (("v2", {"nvme": 64}), ("v3", {}), (drawn, {"nvme": 64})):
+        with llm_of(checkpoint, weights_version=version, **options) as llm:
+            assert cached(llm, prompt) == found, version
+
+
+@pytest.mark.parametrize("version", ["x" * 257, "two\nlines", "\ud800", 5])
+def test_what_is_no_version_is_refused_and_changes_nothing(checkpoint: Path, version: Any) -> None:
+    with llm_of(checkpoint) as llm:
+        before = llm.domain
+        with pytest.raises(ConfigError, match="weights_version: got"):
+            llm.set_weights_version(version)
+        assert llm.domain == before
+        with pytest.raises(ConfigError, match="weights_version: got"):
+            llm_of(checkpoint, weights_version=version)
+
+
+def test_a_salt_that_is_no_text_is_refused_by_name(checkpoint: Path) -> None:
+    with llm_of(checkpoint) as llm:
+        with pytest.raises(ConfigError, match="cache_salt: contains half of a surrogate pair"):
+            llm.generate("a", GREEDY, cache_salt="\ud800")
+        assert len(llm.generate("a", GREEDY, cache_salt="é")[0].outputs[0].token_ids) == 4

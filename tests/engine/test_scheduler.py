@@ -204,3 +204,15 @@ def test_a_prefix_hot_on_the_device_is_stored_again_when_a_tier_comes_back() -> 
     assert tiers["nvme"]["blocks"] == 8 + 10 * 2, "stored at once"
     assert tiers["redis"]["blocks"] == 8 + 5 * 2, "the whole hot prefix, though nobody computed it after the outage"
     rig.core.close()
+
+
+def test_a_refusal_is_work_for_an_idle_engine() -> None:
+    """Else the loop that steps only while there is work would never hand it out."""
+    rig = Rig([], EngineConfig(num_blocks=4, max_model_len=64, block_size=4), Faults())
+    assert not rig.core.has_work()
+    rig.core.add_request(request("too long", [1] * 100, 4))
+    assert rig.core.has_work()
+    (output,) = rig.core.step()
+    assert (output.request_id, output.finish_reason) == ("too long", "error")
+    assert not rig.core.has_work()
+    rig.core.close()

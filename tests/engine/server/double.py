@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -22,11 +22,14 @@ from pagetier.engine.server.engine_process import ServedEngine
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.token_bytes import byte_alphabet
 from pagetier.engine.tokenizer import Tokenizer, TokenizerFacts
-from pagetier.kvstore.block import KEY_BYTES
+from pagetier.kvstore.block import KEY_BYTES, KVGroup, Plane
 from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.identity import CacheIdentity
 
 BLOCK_SIZE = 4
-DOMAIN = bytes(range(32))
+GROUP = KVGroup((0,), (Plane("k", "float32", (1, 4)), Plane("v", "float32", (1, 4))), None, 32)
+IDENTITY = CacheIdentity("llama", (("rope_theta", 1e4),), (GROUP,), "layout", BLOCK_SIZE, "f" * 64)
+DOMAIN = IDENTITY.domain()
 EOS, START, END = "<eos>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}|{% endif %}{% endfor %}"
@@ -130,6 +133,10 @@ class DoubleCore:
                 return "stop", token_id
         return ("length" if state.num_output == params.max_tokens else None), None
 
+    def set_weights_version(self, version: str) -> bytes:
+        self.seen.clear()
+        return replace(IDENTITY, weights_version=version).encode()
+
     def stats(self) -> dict[str, Any]:
         rate = self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
         tier = dict.fromkeys(("blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt"), 0)
@@ -171,7 +178,7 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
     limits = {"max_len_tokens": 64, "max_num_seqs": 4, "max_num_queued_reqs": 4} | fields.pop("limits", {})
     core = DoubleCore(**fields)
     ready = Ready(
-        domain=DOMAIN,
+        identity=IDENTITY.encode(),
         block_size=BLOCK_SIZE,
         hash_name="sha256",
         vocab_size=259,
@@ -179,4 +186,4 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
         tiers=("device", "nvme"),
         **limits,
     )
-    return ServedEngine(core, ready, core.close)
+    return ServedEngine(core, ready, core.close, core.set_weights_version)

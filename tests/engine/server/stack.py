@@ -49,7 +49,9 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(*, process: bool = False, api_key: str | None = None, **config: Any) -> Iterator[Stack]:
+def running_stack(
+    *, process: bool = False, api_key: str | None = None, admin_token: str | None = None, **config: Any
+) -> Iterator[Stack]:
     """Start everything on a free port; end it in order."""
     order = EngineOrder(config, FACTORY, shutdown_timeout_s=2.0)
     box: dict[str, Any] = {}
@@ -62,8 +64,9 @@ def running_stack(*, process: bool = False, api_key: str | None = None, **config
         try:
             async with EngineClient(host) as client:
                 tokenizer = build_tokenizer()
-                preparer = Preparer(tokenizer, client.ready)
-                service = Service(client, tokenizer, preparer, ServerMetrics("double"), ("double", "alias"), api_key)
+                preparer = Preparer(tokenizer, lambda: client.ready)
+                names, secrets = ("double", "alias"), (api_key, admin_token)
+                service = Service(client, tokenizer, preparer, ServerMetrics("double"), names, *secrets)
                 listener = bind("127.0.0.1", 0)
                 server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", lifespan="off"))
                 serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -196,7 +196,7 @@ class Program:
 def program(**options: Any) -> Iterator[Program]:
     command = [sys.executable, "-m", "tests.engine.server.double_server", json.dumps(options)]
     with tempfile.TemporaryDirectory(prefix="pt-") as folder:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TMPDIR": folder}
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -154,6 +154,7 @@ def test_unknown_fields_are_refused_with_the_nearest_known_name() -> None:
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"priority": 1 << 40}, "priority"),
         ({"cache_salt": "x" * 2000}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
     ],
 )
 def test_bad_values_name_their_field(fields: dict[str, Any], param: str) -> None:

@@ -32,6 +32,7 @@ REQUEST = EngineRequest(
     eos_token_ids=(0, 9),
     cache_salt="tenant",
     keys=bytes(64),
+    root=bytes(32),
     priority=-3,
     arrival_s=12.5,
 )
@@ -44,11 +45,13 @@ OUTPUT = TokenOutput(
     cached_tokens={"device": 16, "nvme": 32},
     error="",
 )
-READY = wire.Ready(bytes(32), 16, "sha256", 8192, 49152, 64, 1024, (0, 2), ("device", "nvme"))
+READY = wire.Ready(b"encoded identity", 16, "sha256", 8192, 49152, 64, 1024, (0, 2), ("device", "nvme"))
 MESSAGES: tuple[wire.Message, ...] = (
     wire.Submit(REQUEST),
     wire.Abort(("a", "b")),
     wire.StatsQuery(3),
+    wire.SetWeightsVersion(4, "v2"),
+    wire.IdentityChanged(4, b"encoded identity"),
     wire.Shutdown(2.5),
     READY,
     wire.Tokens((OUTPUT, TokenOutput("x", (), finish_reason="error", error="no room"))),
