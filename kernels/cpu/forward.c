@@ -313,6 +313,7 @@ static void run_attention(run *r) {
                                   .batch = r->batch,
                                   .tasks = r->lists.tasks,
                                   .merges = r->lists.merges,
+                                  .num_tasks = r->lists.num_tasks,
                                   .qkv = (const float *)row_at(r, op->in, 0),
                                   .ld_qkv = r->model->buffers[op->in].width,
                                   .out = row_at(r, op->out, 0),

@@ -10,8 +10,8 @@ static inline int64_t pt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pt_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t pt_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Runs fn(arg, task, worker) for every task in [0, num_tasks), on all workers; returns when all are done. Tasks are
- * taken in order by whoever is free, so results may not depend on who runs what. */
+/* Runs fn(arg, task, worker) for every task in [0, num_tasks), on all workers; returns when all are done. Each
+ * worker takes a range of them in order, then helps with the others', so results may not depend on who runs what. */
 typedef void (*pt_task_fn)(void *arg, int64_t task, int32_t worker);
 void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks);
 int32_t pt_num_workers(const pt_threads *threads);
@@ -34,7 +34,7 @@ typedef struct {
     const pt_model *model;
     const pt_batch *batch;
     const struct pt_attention_task_s *tasks, *merges;
-    int64_t num_tasks, num_merges;
+    int64_t num_tasks;
     const float *qkv; /* (num_tokens, ld_qkv): q heads | k heads | v heads */
     int64_t ld_qkv;
     void *out; /* (num_tokens, ld_out) of the compute dtype */

@@ -1,7 +1,8 @@
 /* The library's own workers: they spin briefly for the next piece of a step, then sleep on a futex.
  *
- * A parallel section is a generation number plus a task counter. Workers take tasks until there are none; the caller
- * takes part and waits for stragglers. A worker that the kernel has put aside holds back at most the task it runs.
+ * A parallel section is a generation number plus a range of tasks for each worker, which takes them in order and then
+ * helps with the others': neighbouring tasks read neighbouring memory. The caller takes part and waits for stragglers. A
+ * worker that the kernel has put aside holds back at most the task it runs.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -20,6 +21,7 @@
 #define SPIN_NS 100000 /* long enough to bridge the serial gap between two ops and two steps' planning */
 
 typedef struct {
+    _Alignas(64) _Atomic int64_t next_task; /* of this worker's range */
     pt_threads *threads;
     int32_t index;
     pthread_t thread;
@@ -33,7 +35,6 @@ struct pt_threads {
     void *arg;
     int64_t num_tasks;
     _Alignas(64) _Atomic uint32_t generation;
-    _Alignas(64) _Atomic int64_t next_task;
     _Alignas(64) _Atomic int32_t num_inside; /* workers that may still touch the section */
     _Atomic int32_t num_sleeping;
     _Atomic int32_t stop;
@@ -57,11 +58,20 @@ static inline void pause_cpu(void) {
 #endif
 }
 
+/* The first task of a worker's range. */
+static int64_t range_start(const pt_threads *threads, int64_t num_tasks, int64_t worker) {
+    return num_tasks * worker / threads->num_workers;
+}
+
 static void take_tasks(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks, int32_t worker) {
-    for (;;) {
-        int64_t task = atomic_fetch_add_explicit(&threads->next_task, 1, memory_order_relaxed);
-        if (task >= num_tasks) return;
-        fn(arg, task, worker);
+    for (int32_t i = 0; i < threads->num_workers; i++) {
+        const int32_t owner = (worker + i) % threads->num_workers;
+        const int64_t end = range_start(threads, num_tasks, owner + 1);
+        for (;;) {
+            int64_t task = atomic_fetch_add_explicit(&threads->workers[owner].next_task, 1, memory_order_relaxed);
+            if (task >= end) break;
+            fn(arg, task, worker);
+        }
     }
 }
 
@@ -112,14 +122,14 @@ pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu) {
     if (threads == NULL) return NULL;
     *threads = (pt_threads){.num_workers = 1};
     atomic_init(&threads->num_inside, -1);
-    threads->workers = calloc(num_threads, sizeof *threads->workers);
+    threads->workers = aligned_alloc(64, (size_t)num_threads * sizeof *threads->workers);
     if (threads->workers == NULL) {
         free(threads);
         return NULL;
     }
+    for (int32_t i = 0; i < num_threads; i++) threads->workers[i] = (pt_worker){.threads = threads, .index = i};
     for (int32_t i = 1; i < num_threads; i++) {
         pt_worker *worker = &threads->workers[i];
-        *worker = (pt_worker){.threads = threads, .index = i};
         if (pthread_create(&worker->thread, NULL, run_worker, worker) != 0) break;
         if (first_cpu >= 0) pin(worker->thread, first_cpu + i);
         threads->num_workers++;
@@ -147,7 +157,8 @@ void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_task
     threads->fn = fn;
     threads->arg = arg;
     threads->num_tasks = num_tasks;
-    atomic_store_explicit(&threads->next_task, 0, memory_order_relaxed);
+    for (int32_t i = 0; i < threads->num_workers; i++)
+        atomic_store_explicit(&threads->workers[i].next_task, range_start(threads, num_tasks, i), memory_order_relaxed);
     atomic_store(&threads->num_inside, 0);
     atomic_fetch_add(&threads->generation, 1);
     if (atomic_load(&threads->num_sleeping) > 0) futex_wake(&threads->generation);
