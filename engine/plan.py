@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,7 @@ from pagetier.engine.batch import I32, I64, Batch, SampleRow
 from pagetier.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """Compute tokens [start, end) of `request`; `sample` is its sample row in the batch, -1 if no token is chosen.
 
     epoch: the request's at planning; a different one at commit means that its KV was given up in between.
@@ -99,13 +99,13 @@ def _sample_row(row: PlannedRow) -> SampleRow:
     penalties = spec.params.has_penalties
     num_prompt = request.num_prompt_tokens
     return SampleRow(
-        params=spec.params,
-        seed=spec.seed,
-        choice=spec.choice,
-        position=row.end,
-        num_output=row.end - num_prompt,
-        eos_token_ids=spec.eos_token_ids,
-        prompt_ids=spec.prompt_ids if penalties else (),
-        output_ids=tuple(request.token_ids(num_prompt, request.num_known_tokens).tolist()) if penalties else (),
-        pending=row.pending_row,
+        spec.params,
+        spec.seed,
+        spec.choice,
+        row.end,
+        row.end - num_prompt,
+        spec.eos_token_ids,
+        spec.prompt_ids if penalties else (),
+        tuple(request.token_ids(num_prompt, request.num_known_tokens).tolist()) if penalties else (),
+        row.pending_row,
     )

@@ -42,6 +42,7 @@ class Request:
         "lookup_first",
         "lookup_tiers",
         "lookup_tries",
+        "max_tokens",
         "names",
         "num_committed_tokens",
         "num_computed_tokens",
@@ -69,6 +70,7 @@ class Request:
         self.state = RequestState.WAITING
         self.finish_reason: str | None = None
         self.num_prompt_tokens = self.num_known_tokens = len(spec.prompt_ids)
+        self.max_tokens = self.num_prompt_tokens + (spec.params.max_tokens or 1 << 60)  # of prompt and output together
         self._buffer: I32 = np.empty(self.num_known_tokens + 64, np.int32)
         self._buffer[: self.num_known_tokens] = spec.prompt_ids
         self._packed_prompt = pack_tokens(self._buffer[: self.num_known_tokens])

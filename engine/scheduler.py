@@ -71,6 +71,7 @@ class Scheduler:
             self._ended.append(TokenOutput(spec.request_id, (), finish_reason="error", error=reason))
             return
         request = Request(spec, self._num_added, self._root_of(spec.cache_salt), self.config.block_size, self._hash)
+        request.max_tokens = min(request.max_tokens, self.config.max_model_len)
         self._num_added += 1
         self._requests[spec.request_id] = request
         self.waiting.append(request)
@@ -194,11 +195,10 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
         """Tokens to compute of a running request within `budget`; 0 when it only waits for its last sample."""
-        spec = request.spec
-        limit = min(spec.params.max_tokens or 1 << 60, self.config.max_model_len - request.num_prompt_tokens)
-        if request.num_output_tokens + request.num_placeholders >= limit:
+        num_tokens = request.num_known_tokens + request.num_placeholders
+        if num_tokens >= request.max_tokens:
             return 0
-        missing = request.num_tokens - request.num_computed_tokens
+        missing = num_tokens - request.num_computed_tokens
         if missing > budget and not self.config.enable_chunked_prefill:
             return 0
         return min(missing, budget)
@@ -475,8 +475,8 @@ class Scheduler:
             if row.sample >= 0:
                 output = self._accept(request, token_ids[row.sample], result.logprobs[row.sample])
                 outputs.append(output)
-            if row.epoch == request.epoch:
-                self._save_new(request, self._index_blocks(request))
+            if row.epoch == request.epoch and (nodes := self._index_blocks(request)):
+                self._save_new(request, nodes)
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
         self.pool.release(plan.release_after)
@@ -491,8 +491,7 @@ class Scheduler:
         if stops and request.num_output_tokens >= params.min_tokens:
             request.finish_reason = "stop"
             return self._output(request, (token_id,), (logprobs,), stop_token_id=token_id)
-        full = params.max_tokens is not None and request.num_output_tokens >= params.max_tokens
-        if full or request.num_known_tokens >= self.config.max_model_len:
+        if request.num_known_tokens >= request.max_tokens:
             request.finish_reason = "length"
         return self._output(request, (token_id,), (logprobs,))
 
@@ -504,12 +503,7 @@ class Scheduler:
         stop_token_id: int | None = None,
     ) -> TokenOutput:
         return TokenOutput(
-            request.request_id,
-            token_ids,
-            logprobs,
-            finish_reason=request.finish_reason,
-            stop_token_id=stop_token_id,
-            cached_tokens=request.cached_tokens,
+            request.spec.request_id, token_ids, logprobs, request.finish_reason, stop_token_id, request.cached_tokens
         )
 
     def _index_blocks(self, request: Request) -> list[Node]:
