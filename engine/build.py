@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -145,6 +147,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
     model = _build_model(config, checkpoint, pool, engine_config.max_num_batched_tokens)
     undo.callback(model.close)
     checkpoint.tensors.clear()  # what the model needs it holds
+    _return_freed_memory()
     identity = cache_identity(
         model_config,
         group,
@@ -179,6 +182,13 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         identity=identity,
         tiers=("device", *config.store.tier_names),
     )
+
+
+def _return_freed_memory() -> None:
+    """Give the system back what loading needed in between, as much as the weights again; glibc would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _resolve_device(device: str) -> str:
