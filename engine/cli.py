@@ -1,4 +1,7 @@
-"""Commands that need the engine: serve, generate, pull, demo. Import-light: torch and the server load when one runs."""
+"""Commands that need the engine: serve, generate, pull, demo; diff-identity does for a model.
+
+Import-light: torch and the server load when one runs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from rich.console import Console
 
 from pagetier import __version__
 from pagetier.engine.config import CPU_KERNELS, DTYPES, MAX_THREADS
+from pagetier.engine.diff_identity import diff_identity
+from pagetier.engine.requirements import require_engine
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.serve_flags import CPU_KERNELS_HELP, THREADS_HELP, ServeFlags, engine_fields
 from pagetier.kvstore.config import StoreConfig, default_redis_url
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
 
-ENGINE_MODULES = ("torch", "tokenizers", "safetensors", "jinja2", "fastapi", "uvicorn", "zmq", "prometheus_client")
 SAMPLING = "Sampling"
 
 
@@ -33,15 +37,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("generate")(command(generate, GenerateFlags))
     app.command("demo")(demo)
     app.command("pull")(pull)
-
-
-def require_engine(name: str) -> None:
-    """Raise ConfigError unless the `engine` extra is installed."""
-    missing = [module for module in ENGINE_MODULES if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigError(
-            f"pagetier {name} needs the engine ({', '.join(missing)} not installed): pip install 'pagetier[engine]'"
-        )
+    app.command("diff-identity")(diff_identity)
 
 
 def serve(flags: ServeFlags) -> None:

@@ -91,15 +91,27 @@ def domain_of(encoded: bytes) -> bytes:
     return hashlib.sha256(b"pgt1-domain" + encoded).digest()
 
 
-def diff(a: CacheIdentity, b: CacheIdentity) -> list[str]:
-    """One line per field in which `a` and `b` differ, such as `attention.rope_theta: 10000.0 != 100000.0`."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two identities differ. sides: its value under `a` and `b`; who lacks the field is absent."""
+
+    field: str
+    sides: dict[str, Any]
+
+    def __str__(self) -> str:
+        a, b = (repr(self.sides[side]) if side in self.sides else "absent" for side in ("a", "b"))
+        return f"{self.field}: {a} != {b}"
+
+
+def diff(a: CacheIdentity, b: CacheIdentity) -> list[Difference]:
+    """The fields in which `a` and `b` differ, such as `attention.rope_theta`, sorted; types count."""
     left, right = (dict(_leaves(_to_tree(identity), "")) for identity in (a, b))
-    lines = []
+    differences = []
     for path in sorted(left.keys() | right.keys()):
-        found = [repr(side[path]) if path in side else "absent" for side in (left, right)]
-        if found[0] != found[1]:
-            lines.append(f"{path}: {found[0]} != {found[1]}")
-    return lines
+        sides = {name: leaves[path] for name, leaves in (("a", left), ("b", right)) if path in leaves}
+        if len(sides) < 2 or repr(sides["a"]) != repr(sides["b"]):
+            differences.append(Difference(path, sides))
+    return differences
 
 
 def _to_tree(identity: CacheIdentity) -> dict[str, Any]:

@@ -105,32 +105,53 @@ OTHER: dict[str, Any] = {
 def test_every_field_changes_the_domain_and_diff_names_it(name: str) -> None:
     changed = dataclasses.replace(IDENTITY, **{name: OTHER[name]})
     assert changed.domain() != IDENTITY.domain()
-    lines = diff(IDENTITY, changed)
-    assert lines and all(line.startswith(name) for line in lines)
+    fields = [difference.field for difference in diff(IDENTITY, changed)]
+    assert fields and all(field.startswith(name) for field in fields)
     assert CacheIdentity.decode(changed.encode()) == changed
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        dataclasses.replace(GROUP, window=4096),
-        dataclasses.replace(GROUP, nbytes_per_token=1537),
-        dataclasses.replace(GROUP, planes=(Plane("k", "float16", (3, 64)), GROUP.planes[1])),
-        dataclasses.replace(GROUP, planes=(Plane("k", "bfloat16", (1, 192)), GROUP.planes[1])),
-        dataclasses.replace(GROUP, planes=(Plane("q", "bfloat16", (3, 64)), GROUP.planes[1])),
-        dataclasses.replace(GROUP, planes=GROUP.planes[::-1]),
-    ],
-)
-def test_every_part_of_the_geometry_changes_the_domain(group: KVGroup) -> None:
-    assert dataclasses.replace(IDENTITY, groups=(group,)).domain() != IDENTITY.domain()
+OTHER_GROUP: dict[str, Any] = {
+    "layers": (0, 2),
+    "planes": GROUP.planes[::-1],
+    "window": 4096,
+    "nbytes_per_token": 1537,
+}
+OTHER_PLANE: dict[str, Any] = {"name": "q", "dtype": "float16", "shape": (1, 192)}
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(KVGroup)])
+def test_every_field_of_a_group_changes_the_domain(name: str) -> None:
+    group = dataclasses.replace(GROUP, **{name: OTHER_GROUP[name]})
+    changed = dataclasses.replace(IDENTITY, groups=(group,))
+    assert changed.domain() != IDENTITY.domain() and CacheIdentity.decode(changed.encode()) == changed
+    fields = [difference.field for difference in diff(IDENTITY, changed)]
+    assert fields and all(field.startswith(f"groups[0].{name}") for field in fields)
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Plane)])
+def test_every_field_of_a_plane_changes_the_domain(name: str) -> None:
+    planes = (GROUP.planes[0], dataclasses.replace(GROUP.planes[1], **{name: OTHER_PLANE[name]}))
+    changed = dataclasses.replace(IDENTITY, groups=(dataclasses.replace(GROUP, planes=planes),))
+    assert changed.domain() != IDENTITY.domain() and CacheIdentity.decode(changed.encode()) == changed
+    assert [difference.field for difference in diff(IDENTITY, changed)] == [f"groups[0].planes[1].{name}"]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in (*IDENTITY.attention, *IDENTITY.numerics)])
+def test_every_named_parameter_changes_the_domain(name: str) -> None:
+    def others(pairs: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+        return tuple((one, f"other {value}" if one == name else value) for one, value in pairs)
+
+    changed = dataclasses.replace(IDENTITY, attention=others(IDENTITY.attention), numerics=others(IDENTITY.numerics))
+    assert changed.domain() != IDENTITY.domain()
+    assert [difference.field.partition(".")[2] for difference in diff(IDENTITY, changed)] == [name]
 
 
 def test_diff_is_readable_and_empty_for_equals() -> None:
     changed = dataclasses.replace(IDENTITY, attention=OTHER["attention"])
-    assert diff(IDENTITY, changed) == ["attention.rope_theta: 100000.0 != 10000.0"]
+    assert [str(one) for one in diff(IDENTITY, changed)] == ["attention.rope_theta: 100000.0 != 10000.0"]
     assert diff(IDENTITY, CacheIdentity.decode(IDENTITY.encode())) == []
     without = dataclasses.replace(IDENTITY, numerics=IDENTITY.numerics[:1])
-    assert diff(IDENTITY, without) == ["numerics.weight_path: 'bf16' != absent"]
+    assert [str(one) for one in diff(IDENTITY, without)] == ["numerics.weight_path: 'bf16' != absent"]
 
 
 def test_the_order_of_pairs_does_not_matter_and_their_type_does() -> None:

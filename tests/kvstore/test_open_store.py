@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +19,11 @@ from pagetier.kvstore.keys import chain_names, root_key
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.store import TieredStore, open_store
 from pagetier.kvstore.tier import BlockRead
+from tests.kvstore.valkey import Valkey, valkey, valkey_server  # noqa: F401
 
 PART = Part(0, 0, 2, 0, 1)
 PAYLOAD_BYTES = 8192
+ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = CacheIdentity(
     hash_name="sha256",
     architecture="llama",
@@ -127,3 +132,38 @@ def test_another_identity_finds_nothing_and_puts_under_way_land_under_the_former
             reads = [BlockRead(name, PART, memoryview(b)) for name, b in zip(blocks, buffers, strict=True)]
             assert tier.get(reads, time.monotonic() + 20.0) == [BlockStatus.OK] * 4
             assert buffers == [bytearray([first + i]) * PAYLOAD_BYTES for i in range(4)]
+
+
+SHARING = """
+import sys
+from pathlib import Path
+from tests.kvstore.test_open_store import open_shared, put_all, read_all
+path, redis_url, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+for tiers in [("nvme", "redis")] if what == "put" else [("nvme",), ("redis",)]:
+    with open_shared(tiers, path, redis_url) as store:
+        put_all(store) if what == "put" else read_all(store, tiers[0])
+        assert store.flush(20.0)
+"""
+
+
+def open_shared(tiers: tuple[str, ...], path: Path, redis_url: str) -> TieredStore:
+    config = StoreConfig(tiers=tiers, nvme_path=path, nvme_size=512 * MIB, redis_url=redis_url)
+    return open_store(config, IDENTITY, PART, PAYLOAD_BYTES)
+
+
+def read_all(store: TieredStore, tier: str) -> None:
+    ticket = store.submit_lookup(NAMES)
+    assert answer(store) == LookupDone(ticket, (tier,) * 4)
+    buffers = [bytearray(PAYLOAD_BYTES) for _ in NAMES]
+    store.submit_load(ticket, NAMES, [memoryview(buffer) for buffer in buffers])
+    assert getattr(answer(store), "statuses", None) == (BlockStatus.OK,) * 4
+    assert buffers == [bytearray([i]) * PAYLOAD_BYTES for i in range(4)]
+    store.release(ticket)
+
+
+def test_processes_of_different_hash_seeds_share_what_they_store(tmp_path: Path, valkey: Valkey) -> None:  # noqa: F811
+    for seed, what in (("1", "put"), ("4242", "read")):
+        command = [sys.executable, "-c", SHARING, str(tmp_path), valkey.url, what]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
