@@ -27,6 +27,7 @@ from pagetier.engine.config import (
     EngineConfig,
 )
 from pagetier.engine.core import EngineCore
+from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.device_pool import DevicePool, PoolShape, kv_group, torch_dtype
 from pagetier.engine.identity import cache_identity, checked_weights_version, roots_of
 from pagetier.engine.models.compiled import CompiledModel, UnsupportedError
@@ -53,8 +54,9 @@ class ServeConfig:
     """What to serve and with how much. Each field is the `serve` flag of the same name (docs/cli.md).
 
     kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
-    threads: that run the model on a CPU; 0 is one for each core this process may use. cpu_kernels: the compiled core's
-    instruction-set level, `auto` for the machine's best, `torch` for none of it.
+    threads: that run the model on a CPU; 0 is one for each core this process may use. threads_bind: the CPUs that the
+    compiled core's threads are bound to, one each, as "0-3,8"; "" leaves them to the system. cpu_kernels: the compiled
+    core's instruction-set level, `auto` for the machine's best, `torch` for none of it.
     weights_version: what tells the weights apart beside their fingerprint, for those that are changed in place.
     gpu_memory_utilization: share of a GPU that weights and pool may take together. max_model_len: None is the model's.
     """
@@ -74,6 +76,7 @@ class ServeConfig:
     enable_chunked_prefill: bool = True
     pipeline_depth: int = 2
     threads: int = 0
+    threads_bind: str = ""
     cpu_kernels: str = "auto"
     seed: int = 0
     kv_hash: str = "sha256"
@@ -249,6 +252,8 @@ def _build_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePool, 
         raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, ", ".join(CPU_KERNELS))
     if not 0 <= config.threads <= MAX_THREADS:
         raise ConfigError.bad_value("--threads", config.threads, f"0 to {MAX_THREADS}")
+    if config.threads not in (0, len(cpus := parse_cpus(config.threads_bind)) or config.threads):
+        raise ConfigError.bad_value("--threads", config.threads, f"0 or {len(cpus)}, the CPUs of --threads-bind")
     if config.cpu_kernels != "torch":
         try:
             return _compiled_model(config, checkpoint, pool, max_tokens)
@@ -267,14 +272,16 @@ def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePoo
     if config.cpu_kernels != "auto" and best != limit:
         allowed = ", ".join(("auto", *(level.name.lower() for level in Isa if Isa.NONE < level <= best), "torch"))
         raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, f"what this machine runs: {allowed}")
+    cpus = parse_cpus(config.threads_bind)
     return CompiledModel(
         checkpoint.config,
         checkpoint.tensors,
         pool,
         library,
         max_tokens=max_tokens,
-        num_threads=config.threads or len(os.sched_getaffinity(0)),
+        num_threads=len(cpus) or config.threads or len(os.sched_getaffinity(0)),
         limit=limit,
+        cpus=cpus,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS
+from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
 from pagetier.kvstore.errors import ConfigError
@@ -44,6 +45,9 @@ class ServeFlags:
     dtype: Annotated[str, _option("--dtype", panel=MODEL, text=f"{', '.join(DTYPES)}.")] = "auto"
     device: Annotated[str, _option("--device", panel=MODEL, text=f"{', '.join(DEVICES)}.")] = "auto"
     threads: Annotated[int, _option("--threads", panel=MODEL, text=THREADS_HELP, min=0, max=MAX_THREADS)] = 0
+    threads_bind: Annotated[
+        str, _option("--threads-bind", panel=MODEL, text="CPUs, such as 0-3, to bind a thread each to; default: none.")
+    ] = ""
     cpu_kernels: Annotated[str, _option("--cpu-kernels", panel=MODEL, text=CPU_KERNELS_HELP)] = "auto"
     max_model_len: Annotated[
         int | None, _option("--max-model-len", panel=MODEL, text="Longest prompt + output, tokens.", min=2)
@@ -241,12 +245,14 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
     ):
         if value not in allowed:
             raise ConfigError.bad_value(flag, value, ", ".join(allowed))
+    parse_cpus(flags.threads_bind)
     hash_named(flags.kv_hash)
     return {
         "model": flags.model,
         "dtype": flags.dtype,
         "device": flags.device,
         "threads": flags.threads,
+        "threads_bind": flags.threads_bind,
         "cpu_kernels": flags.cpu_kernels,
         "block_size": flags.block_size,
         "max_model_len": flags.max_model_len,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class CompiledModel:
         max_tokens: int,
         num_threads: int,
         limit: Isa = Isa.AMX,
-        first_cpu: int = -1,
+        cpus: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.device = torch.device("cpu")
@@ -68,7 +68,7 @@ class CompiledModel:
         self._pool = pool
         self._frequencies = self._keep(rope_frequencies(config.rope, config.head_dim).numpy())
         self._model = self._make_model(pool)
-        self._threads = library.create_threads(num_threads, first_cpu)
+        self._threads = library.create_threads(num_threads, cpus)
         self._scratch = aligned_bytes(library.scratch_bytes(self._model, self._threads))
 
     @property

@@ -353,6 +353,7 @@ int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_th
     int32_t error = check_batch(model, batch);
     if (!error) error = check_ops(model, batch);
     if (error) return error;
+    pt_bind_caller(threads);
     lay_out(model, pt_num_workers(threads), scratch, &r);
     int64_t start = now_ns();
     run_copies(model, batch);

@@ -15,6 +15,8 @@ static inline int64_t pt_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 typedef void (*pt_task_fn)(void *arg, int64_t task, int32_t worker);
 void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks);
 int32_t pt_num_workers(const pt_threads *threads);
+/* Binds the calling thread to the first CPU of the list that the threads were made with, if there was one. */
+void pt_bind_caller(const pt_threads *threads);
 
 /* A GEMM: out (m, n) fp32 or bf16 = a (m, k) x packed w (n, k)^T, then + bias, then + old out if accumulate. */
 typedef struct {

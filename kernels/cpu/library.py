@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NUM_COUNTERS = 10
 
 
@@ -115,7 +115,7 @@ class Library:
             raise RuntimeError(f"{path}: ABI {library.pt_abi_version()}, not {ABI_VERSION}")
         self._best = _function(library, "pt_isa_best", c.c_int32, c.c_int32)
         self._name = _function(library, "pt_isa_name", c.c_char_p, c.c_int32)
-        self._create = _function(library, "pt_threads_create", c.c_void_p, c.c_int32, c.c_int32)
+        self._create = _function(library, "pt_threads_create", c.c_void_p, c.c_int32, c.c_void_p)
         self._destroy = _function(library, "pt_threads_destroy", None, c.c_void_p)
         self._packed_bytes = _function(
             library, "pt_packed_bytes", c.c_size_t, c.c_int32, c.c_int32, c.c_int64, c.c_int64
@@ -141,9 +141,12 @@ class Library:
         """The best level of this machine, at most `limit`."""
         return Isa(self._best(int(limit)))
 
-    def create_threads(self, num_threads: int, first_cpu: int = -1) -> int:
-        """A pool of workers, the caller's thread included. Raises ValueError."""
-        threads = self._create(num_threads, first_cpu)
+    def create_threads(self, num_threads: int, cpus: Sequence[int] = ()) -> int:
+        """`num_threads` workers, the caller of `step` among them, each bound to its CPU of `cpus` if there are any.
+        Raises ValueError."""
+        if cpus and len(cpus) != num_threads:
+            raise ValueError(f"{len(cpus)} CPUs for {num_threads} threads")
+        threads = self._create(num_threads, (c.c_int32 * num_threads)(*cpus) if cpus else None)
         if not threads:
             raise ValueError(f"cannot make {num_threads} threads")
         return int(threads)

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 1
+#define PT_ABI_VERSION 2
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -82,8 +82,8 @@ PT_API int32_t pt_abi_version(void);
 PT_API int32_t pt_isa_best(int32_t limit);
 PT_API const char *pt_isa_name(int32_t isa);
 
-/* num_threads workers including the caller's thread, on the CPUs first_cpu, first_cpu + 1, ... (-1: not pinned). */
-PT_API pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu);
+/* num_threads workers including the caller's thread, each bound to its CPU of `cpus` (num_threads), NULL: to none. */
+PT_API pt_threads *pt_threads_create(int32_t num_threads, const int32_t *cpus);
 PT_API void pt_threads_destroy(pt_threads *threads);
 
 /* Bytes of a packed (n, k) weight, and the packing itself. src: (n, k) row-major of `dtype`. */

@@ -29,6 +29,7 @@ typedef struct {
 
 struct pt_threads {
     int32_t num_workers; /* the caller is worker 0 */
+    int32_t caller_cpu;  /* where a thread that calls is bound to, -1: nowhere */
     pt_worker *workers;
     /* The current section: written by the caller before `generation` is raised. */
     pt_task_fn fn;
@@ -116,11 +117,11 @@ static void pin(pthread_t thread, int32_t cpu) {
     pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
-pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu) {
+pt_threads *pt_threads_create(int32_t num_threads, const int32_t *cpus) {
     if (num_threads < 1 || num_threads > 1024) return NULL;
     pt_threads *threads = aligned_alloc(64, pt_ceil(sizeof *threads, 64) * 64);
     if (threads == NULL) return NULL;
-    *threads = (pt_threads){.num_workers = 1};
+    *threads = (pt_threads){.num_workers = 1, .caller_cpu = cpus == NULL ? -1 : cpus[0]};
     atomic_init(&threads->num_inside, -1);
     threads->workers = aligned_alloc(64, (size_t)num_threads * sizeof *threads->workers);
     if (threads->workers == NULL) {
@@ -131,7 +132,7 @@ pt_threads *pt_threads_create(int32_t num_threads, int32_t first_cpu) {
     for (int32_t i = 1; i < num_threads; i++) {
         pt_worker *worker = &threads->workers[i];
         if (pthread_create(&worker->thread, NULL, run_worker, worker) != 0) break;
-        if (first_cpu >= 0) pin(worker->thread, first_cpu + i);
+        if (cpus != NULL) pin(worker->thread, cpus[i]);
         threads->num_workers++;
     }
     return threads;
@@ -145,6 +146,13 @@ void pt_threads_destroy(pt_threads *threads) {
     for (int32_t i = 1; i < threads->num_workers; i++) pthread_join(threads->workers[i].thread, NULL);
     free(threads->workers);
     free(threads);
+}
+
+void pt_bind_caller(const pt_threads *threads) {
+    static _Thread_local int32_t bound = -1;
+    if (threads->caller_cpu == bound) return;
+    bound = threads->caller_cpu;
+    if (bound >= 0) pin(pthread_self(), bound);
 }
 
 int32_t pt_num_workers(const pt_threads *threads) { return threads->num_workers; }

@@ -21,6 +21,7 @@ from tests.engine.checkpoints import byte_level_tokenizer, hf_model, tokenizer_f
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
+CPU = str(min(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,8 @@ def test_each_level_has_a_domain_of_its_own(checkpoint: Path) -> None:
         ({"cpu_kernels": "sse"}, "--cpu-kernels: got 'sse'; allowed: auto, avx2, avx512, avx512_bf16, torch"),
         ({"threads": -1}, "--threads: got -1; allowed: 0 to 1024"),
         ({"threads": 1025}, "--threads: got 1025; allowed: 0 to 1024"),
+        ({"threads_bind": "99999"}, "--threads-bind: got '99999'; allowed: CPUs of this process"),
+        ({"threads": 3, "threads_bind": CPU}, "--threads: got 3; allowed: 0 or 1, the CPUs of --threads-bind"),
         ({"block_size": 0}, "--block-size: got 0; allowed: a power of two from 1 to 128"),
         ({"block_size": -16}, "--block-size: got -16; allowed: a power of two from 1 to 128"),
         ({"block_size": 24}, "--block-size: got 24; allowed: a power of two from 1 to 128"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         model="m",
         dtype="float32",
         device="cpu",
-        threads=3,
+        threads=1,
+        threads_bind=str(min(os.sched_getaffinity(0))),
         cpu_kernels="avx2",
         max_model_len=100,
         allow_long_context=True,
