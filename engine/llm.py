@@ -204,7 +204,7 @@ class _Choice:
         output, detokenizer = self._output, self._detokenizer
         output.token_ids.extend(step.token_ids)
         output.logprobs.extend(step.logprobs)
-        self._answer.cached_tokens = self._answer.cached_tokens or step.cached_tokens
+        self._answer.cached_tokens = self._answer.cached_tokens or dict(step.cached_tokens)
         text_ids = step.token_ids[:-1] if step.stop_token_id is not None else step.token_ids
         output.text += detokenizer.push(text_ids)
         if detokenizer.stopped is None and step.finish_reason is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,7 +88,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    cached_tokens: dict[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     margins: list[float] = field(default_factory=list)
 
     def take(self, output: TokenOutput) -> None:

@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,7 @@ class Answer:
 
     tokens: list[int]
     finish_reason: str | None = None
-    cached: dict[str, int] | None = None
+    cached: Mapping[str, int] | None = None
 
 
 def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -60,7 +60,7 @@ class Heard:
 
     tokens: list[int] = field(default_factory=list)
     versions: list[range] = field(default_factory=list)
-    cached: dict[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = field(default_factory=dict)
 
 
 class KeepsRoots(EngineCore):
