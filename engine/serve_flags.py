@@ -154,7 +154,10 @@ class ServeFlags:
     kv_redis_url: Annotated[
         str | None,
         _option(
-            "--kv-redis-url", panel=TIERS, text=f"redis://, rediss://, unix:// or {EMBEDDED}; default: $REDIS_URL."
+            "--kv-redis-url",
+            panel=TIERS,
+            text=f"redis://host:port/db, unix:///path, redis+sentinel://host:port,…/service, redis+cluster://host:port,…,"
+            f" rediss… for TLS, or {EMBEDDED}; default: $REDIS_URL, else {EMBEDDED}.",
         ),
     ] = None
     kv_redis_size: Annotated[str, _option("--kv-redis-size", panel=TIERS, text="Of the embedded server.")] = "4GiB"

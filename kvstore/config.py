@@ -20,7 +20,10 @@ SIZE_ALLOWED = "a number of bytes or one with KiB, MiB, GiB or TiB, such as 4GiB
 TIERS = ("host", "nvme", "redis")
 NVME_IO = ("auto", "direct", "buffered")
 NVME_FSYNC = ("none", "segment", "always")
-URL_SCHEMES = ("redis://", "rediss://", "unix://")
+URL_SCHEMES = (
+    *("redis://", "rediss://", "unix://"),
+    *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
+)
 EMBEDDED = "embedded"
 
 
@@ -45,6 +48,11 @@ def format_size(nbytes: int) -> str:
 def default_redis_url(environ: Mapping[str, str] = os.environ) -> str:
     """`REDIS_URL`, else `embedded` (CLI.md, `--kv-redis-url`)."""
     return environ.get("REDIS_URL") or EMBEDDED
+
+
+def without_login(url: str) -> str:
+    """A URL fit for a message: without user and password."""
+    return re.sub(r"//[^/]*@", "//…@", url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class StoreConfig:
     host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
     nvme_path: None is `<cache>/nvme`. nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
     nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a crash loses one segment at most.
-    redis_url: redis://, rediss://, unix:// or embedded. redis_size: the embedded server's maxmemory; 4 GiB.
+    redis_url: as kvstore/redis/url.py reads it, or embedded. redis_size: the embedded server's maxmemory; 4 GiB.
     redis_ttl_s: a day, which outlives a working day's system prompts. redis_linger_s: the embedded server's life
         after its last user; 10 minutes bridge a restart.
     mac_key_file: --kv-mac-key; None: records carry a checksum, which accidents cannot pass but a forger can.
@@ -119,7 +127,7 @@ class StoreConfig:
             ("--kv-nvme-size", self.nvme_size, self.nvme_size > 0, "more than 0 bytes"),
             ("--kv-nvme-io", self.nvme_io, self.nvme_io in NVME_IO, ", ".join(NVME_IO)),
             ("--kv-nvme-fsync", self.nvme_fsync, self.nvme_fsync in NVME_FSYNC, ", ".join(NVME_FSYNC)),
-            ("--kv-redis-url", self.redis_url, known_url, f"{', '.join(URL_SCHEMES)} or {EMBEDDED}"),
+            ("--kv-redis-url", without_login(self.redis_url), known_url, f"{', '.join(URL_SCHEMES)} or {EMBEDDED}"),
             ("--kv-redis-size", self.redis_size, self.redis_size > 0, "more than 0 bytes"),
             ("--kv-redis-ttl", self.redis_ttl_s, self.redis_ttl_s >= 1, "at least 1 second"),
             ("--kv-redis-linger", self.redis_linger_s, self.redis_linger_s >= 0, "0 or more seconds"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pagetier.kvstore.block import Address, Part
 from pagetier.kvstore.record import part_text, redis_namespace
-from pagetier.kvstore.redis.resp import encode_command
+from pagetier.kvstore.redis.resp import Reply, encode_command
 
 
 class RecordNames:
@@ -42,3 +42,15 @@ class RecordNames:
         if suffix is None:
             suffix = self._suffixes[part] = f"}}:{part_text(part)}"
         return suffix
+
+
+def parse_identities(reply: Reply) -> dict[bytes, bytes]:
+    """Domain -> encoded identity from HGETALL of `record.REDIS_IDENTITIES`; somebody else's fields are left out."""
+    found: dict[bytes, bytes] = {}
+    for field, value in zip(reply[::2], reply[1::2], strict=False) if isinstance(reply, list) else ():
+        if isinstance(field, bytes) and isinstance(value, bytes) and len(field) == 64:
+            try:
+                found[bytes.fromhex(field.decode("ascii"))] = value
+            except ValueError:
+                continue
+    return found

@@ -78,6 +78,7 @@ class ConnectionPool:
         self._changed = threading.Condition()
         self._idle: list[RespConnection] = []  # guarded by self._changed; the last one used is lent first
         self._lent: set[RespConnection] = set()  # guarded by self._changed
+        self._stale: set[RespConnection] = set()  # guarded by self._changed; lent, and not to be lent again
         self._num_dialing = 0  # guarded by self._changed
         self._closed = False  # guarded by self._changed
 
@@ -92,6 +93,14 @@ class ConnectionPool:
             raise
         finally:
             self._give_back(connection)
+
+    def renew(self) -> None:
+        """From now on lend only connections that are dialed later: the server is not what it was."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+            self._stale |= self._lent
+        for connection in idle:
+            connection.close()
 
     def close(self) -> None:
         """Close every idle connection and wake those who wait on a lent one. Idempotent."""
@@ -113,6 +122,7 @@ class ConnectionPool:
             num_connections = len(self._idle) + len(self._lent) + self._num_dialing
             assert num_connections <= self._max_connections, f"{num_connections} connections"
             assert not (self._closed and self._idle), "closed with idle connections"
+            assert self._stale <= self._lent, "a connection that nobody holds is stale"
 
     def _take(self, deadline_s: float) -> RespConnection:
         with self._changed:
@@ -150,7 +160,9 @@ class ConnectionPool:
     def _give_back(self, connection: RespConnection) -> None:
         with self._changed:
             self._lent.discard(connection)
-            if not self._closed and not connection.closed and not connection.outstanding:
+            is_fresh = connection not in self._stale
+            self._stale.discard(connection)
+            if is_fresh and not self._closed and not connection.closed and not connection.outstanding:
                 self._idle.append(connection)
             else:
                 connection.close()

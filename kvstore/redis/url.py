@@ -78,8 +78,8 @@ def parse_redis_url(url: str) -> RedisUrl:
         raise ConfigError(f"{FLAG}: a {kind} URL ends in {_PATHS[kind]}; allowed: {URL_FORMS}")
     base = f"{scheme}://{user}@localhost/{words[0] if words else ''}{query}"
     options = _options(base)
-    sentinel_login = Login(options.pop("sentinel_username", None), options.pop("sentinel_password", None))
     _refuse_unknown(options, _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset()))
+    sentinel_login = Login(options.get("sentinel_username"), options.get("sentinel_password"))
     template, login = _endpoint(options), _login(options)
     if kind == "cluster" and login.db:
         raise ConfigError.bad_value(f"database in {FLAG}", login.db, "0: a Cluster has no other")

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from pagetier.kvstore.redis.sockets import Endpoint, Sockets, Stream
 from tests.kvstore.valkey import short_dir
+
+PATIENCE_S = 10.0
 
 Command = list[bytes]
 Answer = Callable[[Command], bytes | None]  # bytes to send; None closes the connection
@@ -95,3 +98,21 @@ class RespServer:
                         time.sleep(self.pause_s)
             except (OSError, ValueError):
                 return
+
+
+class KeptSockets(Sockets):
+    """Real sockets that are remembered."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+    def connect(self, endpoint: Endpoint, deadline_s: float) -> Stream:
+        self.streams.append(super().connect(endpoint, deadline_s))
+        return self.streams[-1]
+
+    def wait_for_bytes(self) -> None:
+        """Until something that nobody asked for has come on the last connection."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while self.streams[-1].is_quiet():
+            assert time.monotonic() < give_up_s, "nothing comes"
+            time.sleep(0.001)

@@ -58,6 +58,7 @@ def test_exact_sizes_are_formatted_exactly() -> None:
         ({"nvme_io": "mmap"}, "--kv-nvme-io"),
         ({"nvme_fsync": "yes"}, "--kv-nvme-fsync"),
         ({"redis_url": "localhost:6379"}, "--kv-redis-url"),
+        ({"redis_url": "redis+fleet://me:secret@host"}, "//…@host"),
         ({"redis_size": 0}, "--kv-redis-size"),
         ({"redis_ttl_s": 0}, "--kv-redis-ttl"),
         ({"redis_linger_s": -1.0}, "--kv-redis-linger"),

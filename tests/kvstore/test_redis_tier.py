@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagetier.kvstore.block import BlockName, BlockStatus, Part
+from pagetier.kvstore.block import BlockStatus, Part
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.record import header_bytes, pack_header, redis_name
+from pagetier.kvstore.redis.faults import FaultSockets, SocketFaults
 from pagetier.kvstore.redis.names import RecordNames
 from pagetier.kvstore.redis.resp import encode_command
+from pagetier.kvstore.redis.sockets import Sockets
 from pagetier.kvstore.redis.tier import RedisTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
 from tests.kvstore.tier_contract import (
@@ -49,7 +51,6 @@ class TestRedisTier(TierContract):
         small_server.client().flushall()
         tier = RedisTier(small_server.url, DOMAIN, refresh_interval_s=0.0)
         tier.put_identity(DOMAIN, b"known")  # reads maxmemory
-        tier.touch([])
         yield tier
         tier.close()
 
@@ -122,24 +123,24 @@ def test_a_touch_renews_the_tail_first(tier: RedisTier, valkey: Valkey) -> None:
     assert touched == [redis_name(DOMAIN, address) for address in reversed(addresses(names))]
 
 
-def test_a_long_lookup_is_one_round_trip(tier: RedisTier) -> None:
-    names = chain(6250, seed=3)
+def test_a_long_lookup_is_one_round_trip(valkey: Valkey) -> None:  # noqa: F811
+    names, counted = chain(6250, seed=3), SocketFaults()
+    tier = RedisTier(valkey.url, DOMAIN, sockets=FaultSockets(Sockets(), counted))
     put(tier, names[:40])
-    tier.lookup(addresses(names[:1]), soon())
-    (connection,) = tier._pool._idle
-    sends = []
-    send = connection.send
-    connection.send = lambda *given: (sends.append(given[1]), send(*given))[1]  # type: ignore[method-assign, func-returns-value]
+    before = counted.num_sends
     assert tier.lookup(addresses(names), soon()) == 40
-    assert sends == [6250]
+    assert counted.num_sends == before + 1
+    tier.close()
 
 
 def test_pipelines_are_bounded_in_bytes(valkey: Valkey) -> None:  # noqa: F811
-    names = chain(24, seed=4)
-    tier = RedisTier(valkey.url, DOMAIN, max_pipeline_bytes=6 * PAYLOAD_BYTES)
-    assert [len(window) for window in tier._windows_of_blocks(_reads(names))] == [2] * 12
+    names, counted = chain(24, seed=4), SocketFaults()
+    sockets = FaultSockets(Sockets(), counted)
+    tier = RedisTier(valkey.url, DOMAIN, max_pipeline_bytes=6 * PAYLOAD_BYTES, sockets=sockets)
     assert put(tier, names) == [OK] * 24
+    before = counted.num_sends
     assert_readable(tier, names)
+    assert counted.num_sends == before + 12, "windows of two"
     assert tier.lookup(addresses(names), soon()) == 24
     tier.close()
     smallest = RedisTier(valkey.url, DOMAIN, max_pipeline_bytes=1)
@@ -236,7 +237,7 @@ def test_a_late_reply_is_never_the_next_answer(own_server: Valkey) -> None:
     writes = [BlockWrite(name, PART, memoryview(payload_of(name))) for name in chain(2, seed=12)]
     assert tier.put(writes, time.monotonic() + PATIENCE_S) == [TIMEOUT] * 2
     assert time.monotonic() - started_s < 10 * PATIENCE_S
-    assert not tier._pool._idle, "a connection outlived its time-out"
+    tier.check()
     before = [bytes(buffer) for buffer in got]
     own_server.thaw()
     for _ in range(3):
@@ -353,25 +354,27 @@ def test_evictions_are_counted_from_when_we_came() -> None:
     with own_valkey(maxmemory=str(3 << 20), maxmemory_policy="allkeys-lru") as server:
         tier = RedisTier(server.url, DOMAIN, refresh_interval_s=0.0)
         put(tier, chain(600, seed=19))
-        tier.touch([])
+        tier.touch(addresses(chain(1)))
         evicted = tier.counters().evictions
         late = RedisTier(server.url, DOMAIN, refresh_interval_s=0.0)
-        late.touch([])
+        late.touch(addresses(chain(1)))
         assert evicted > 0 and late.counters().evictions == 0
         for each in (tier, late):
             each.close()
 
 
 def test_close_ends_a_call_that_waits(own_server: Valkey) -> None:
-    tier = RedisTier(own_server.url, DOMAIN)
+    counted = SocketFaults()
+    tier = RedisTier(own_server.url, DOMAIN, sockets=FaultSockets(Sockets(), counted))
     names = chain(1, seed=20)
     put(tier, names)
     own_server.freeze()
+    before = counted.num_receives
     statuses: list[list[BlockStatus]] = []
     thread = threading.Thread(target=lambda: statuses.append(get(tier, names)[0]))
     thread.start()
     give_up_s = time.monotonic() + 5.0
-    while not tier._pool._lent and time.monotonic() < give_up_s:
+    while counted.num_receives == before and time.monotonic() < give_up_s:
         time.sleep(0.001)
     time.sleep(0.01)
     tier.close()
@@ -442,10 +445,6 @@ def _stored(server: Valkey, value: str) -> bytes:
     found = server.client().get(value)
     assert isinstance(found, bytes)
     return found
-
-
-def _reads(names: list[BlockName]) -> list[BlockRead]:
-    return [BlockRead(name, PART, memoryview(buffer)) for name, buffer in zip(names, buffers(len(names)), strict=True)]
 
 
 def _free_port() -> int:

@@ -12,9 +12,10 @@ import pytest
 
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
+from pagetier.kvstore.redis.sockets import Sockets
 from pagetier.kvstore.redis.tier import RedisTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite
-from tests.kvstore.resp_server import Command, RespServer
+from tests.kvstore.resp_server import Command, KeptSockets, RespServer
 from tests.kvstore.tier_contract import DOMAIN, PART, addresses, chain, payload_of, soon
 
 OK, ERROR, TIMEOUT = BlockStatus.OK, BlockStatus.ERROR, BlockStatus.TIMEOUT
@@ -61,9 +62,9 @@ class Store:
         return b":%d\r\n" % (len(value or b"") if verb == b"STRLEN" else value is not None)
 
 
-def trusting(server: RespServer, certificate: Path) -> RedisTier:
+def trusting(server: RespServer, certificate: Path, sockets: Sockets | None = None) -> RedisTier:
     url = f"{server.url}?ssl_ca_certs={certificate / 'cert.pem'}"
-    return RedisTier(url, DOMAIN, refresh_interval_s=1e9)
+    return RedisTier(url, DOMAIN, refresh_interval_s=1e9, sockets=sockets)
 
 
 def reads(num_blocks: int) -> list[BlockRead]:
@@ -107,9 +108,10 @@ def test_a_deadline_holds(tls: ssl.SSLContext, certificate: Path) -> None:
 def test_bytes_nobody_asked_for_end_the_connection(tls: ssl.SSLContext, certificate: Path) -> None:
     store = Store()
     with RespServer(lambda command: store(command) + b"+late\r\n", tls) as server:
-        tier = trusting(server, certificate)
+        sockets = KeptSockets()
+        tier = trusting(server, certificate, sockets)
         assert tier.lookup(addresses(chain(1)), soon()) == 0
-        time.sleep(0.01)
+        sockets.wait_for_bytes()
         server.answer = store
         assert tier.put(writes(1), soon()) == [OK]
         assert server.num_connections == 2

@@ -74,8 +74,11 @@ class Valkey:
         self._process.wait()
 
     def freeze(self) -> None:
-        """SIGSTOP: up, but silent."""
+        """SIGSTOP: up, but silent. All its threads have stopped when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -89,7 +92,8 @@ class Valkey:
     def stop(self) -> None:
         for client in self._clients:
             client.close()
-        self.thaw()
+        if self._process.poll() is None:
+            self.thaw()
         self.kill()
         shutil.rmtree(self.directory)
 
