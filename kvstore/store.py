@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from pagetier.kvstore import places
+from pagetier.kvstore.assembling import AssemblingTier
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
@@ -30,6 +31,7 @@ from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
 from pagetier.kvstore.loads import Load, LoadRequest
 from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
+from pagetier.kvstore.parts import Division, PartLayout
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
@@ -368,8 +370,16 @@ def _find(lookup: Lookup, usable: list[int]) -> None:
     lookup.answer()
 
 
-def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload_bytes: int) -> TieredStore:
+def open_store(
+    config: StoreConfig,
+    identity: CacheIdentity,
+    part: Part,
+    payload_bytes: int,
+    divisions: Sequence[Division] = (),
+) -> TieredStore:
     """Build the tiers that `config` names and the store over them; the identity is put beside the records.
+
+    divisions: how ranks of other TP and PP degrees divide blocks (`parts.divide`): what they stored is read, too.
 
     A tier that fails to start for reasons of its medium is left out with a warning: the store serves without it. Raises
     ConfigError for what can never work, and leaves nothing open then. Close the store to close the tiers, and to leave
@@ -380,6 +390,7 @@ def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload
     if config.mac_key_file is not None:
         mac_key = load_mac_key(Path(config.mac_key_file))
         warn_if_shared(Path(config.mac_key_file))
+    layout = PartLayout.of(identity.groups[part.group], part, payload_bytes) if divisions else None
     with ExitStack() as tidy, ExitStack() as resources:
         tiers: list[Tier] = []
         for name in config.tier_names:
@@ -388,6 +399,8 @@ def open_store(config: StoreConfig, identity: CacheIdentity, part: Part, payload
             except (TierError, OSError) as error:
                 logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
                 continue
+            if layout is not None and name != "host":  # the host tier is this process's own
+                tier = AssemblingTier(tier, part, layout, divisions)
             tidy.callback(tier.close)
             tiers.append(tier)
         store = TieredStore(
