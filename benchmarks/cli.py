@@ -27,15 +27,24 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A benchmark: what it claims, the module whose `run(full, say)` gives its rows, and its `--full` minutes on two
-    cores."""
+    cores. A module with `PARTS` runs one of them by `run_part(part, full, say)`."""
 
     claim: str
     module: str
     full_minutes: float
 
-    def run(self, full: bool, say: Say) -> Sequence[Row]:
-        run: Callable[[bool, Say], Sequence[Row]] = self._loaded().run
-        return run(full, say)
+    def run(self, full: bool, say: Say, part: str = "") -> Sequence[Row]:
+        module = self._loaded()
+        if not part:
+            run: Callable[[bool, Say], Sequence[Row]] = module.run
+            return run(full, say)
+        parts: tuple[str, ...] = getattr(module, "PARTS", ())
+        if part not in parts:
+            raise ConfigError.bad_value(
+                "--only", part, ", ".join(parts) or "not with this benchmark, which has no parts"
+            )
+        run_part: Callable[[str, bool, Say], Sequence[Row]] = module.run_part
+        return run_part(part, full, say)
 
     def draw(self, report: Report, folder: Path) -> Path:
         """The picture of a report: the module's own `draw` where it has one, else bars by unit."""
@@ -87,10 +96,12 @@ class Options:
     full: bool = False
     as_json: bool = False
     plot: Path | None = None
+    part: str = ""
 
     def argv(self, name: str) -> list[str]:
         """The arguments that make the same run again."""
         argv = ["bench", name, "--full" if self.full else "--quick"]
+        argv += ["--only", self.part] if self.part else []
         argv += ["--json"] if self.as_json else []
         return [*argv, "--plot", str(self.plot)] if self.plot is not None else argv
 
@@ -101,11 +112,12 @@ def bench(
     full: Annotated[bool, typer.Option("--full", help="Both sides of every comparison, ABAB, five pairs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this folder (PNG).")] = None,
+    only: Annotated[str, typer.Option("--only", help="One part alone; cpu: own, vllm, transformers, llama_cpp.")] = "",
 ) -> None:
     """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; give one")
-    exit_code = execute(name, BENCHES, Options(full, as_json, plot), results_folder())
+    exit_code = execute(name, BENCHES, Options(full, as_json, plot, only), results_folder())
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -119,9 +131,9 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = benches[name]
     stderr.print(f"{name}: {chosen.claim}")
-    if options.full:
+    if options.full and not options.part:
         stderr.print(f"about {chosen.full_minutes:g} minutes on two cores")
-    report = stamped(name, chosen.run(options.full, stderr.print), options.argv(name))
+    report = stamped(name, chosen.run(options.full, stderr.print, options.part), options.argv(name))
     kept = report.append_csv(results)
     if options.as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))

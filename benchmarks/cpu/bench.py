@@ -8,11 +8,11 @@ from __future__ import annotations
 import datetime
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagetier.benchmarks.cpu.child import ChildError, first_token_s
-from pagetier.benchmarks.cpu.comparison import RIVALS, START, WORKLOADS, compare, rows_not_measured
+from pagetier.benchmarks.cpu.comparison import RIVALS, START, WORKLOADS, Rival, compare, rows_not_measured
 from pagetier.benchmarks.cpu.invariance import FULL, QUICK, invariance_row
 from pagetier.benchmarks.cpu.neighbours import neighbours_row
 from pagetier.benchmarks.cpu.overhead import memory_row, non_kernel_row, plan_rows
@@ -30,18 +30,30 @@ from pagetier.kvstore.places import kernels_dir
 
 DTYPE = "bfloat16"
 
-__all__ = ("draw", "run")  # what `pagetier bench` asks a benchmark for
+OWN = "own"
+PARTS = (OWN, *(rival.name for rival in RIVALS))
+
+__all__ = ("PARTS", "draw", "run", "run_part")  # what `pagetier bench` asks a benchmark for
 
 
 def run(full: bool, say: Callable[[str], None]) -> list[Row]:
     """Quick: one to three measurements a row, peers of the last full run. Full: five, peers beside us."""
+    return _run(PARTS, full, say)
+
+
+def run_part(part: str, full: bool, say: Callable[[str], None]) -> list[Row]:
+    """Our own rows alone, or those against one peer."""
+    return _run((part,), full, say)
+
+
+def _run(parts: Sequence[str], full: bool, say: Callable[[str], None]) -> list[Row]:
     note = wait_until_idle(600.0 if full else 0.0) or f"load {os.getloadavg()[0]:.1f} before the run"
     try:
         limits = Limits(LimitsProgram(kernels_dir()), len(os.sched_getaffinity(0)))
         weights = Weights.load(DTYPE)
         with open_rig(weights) as rig:
-            rows = own_rows(rig, limits, full, note, say)
-            rows += peer_rows(rig, full, note, say)
+            rows = own_rows(rig, limits, full, note, say) if OWN in parts else []
+            rows += peer_rows(rig, [rival for rival in RIVALS if rival.name in parts], full, note, say)
     except (BuildError, UnsupportedError, LimitsError) as error:
         raise ConfigError(f"this benchmark is of the compiled CPU core: {error}") from error
     return rows
@@ -89,11 +101,11 @@ def start_row(runs: int, note: str) -> Row:
     return Row(name, statistics.median(seconds), "s", runs=runs, note=note)
 
 
-def peer_rows(rig: Rig, full: bool, note: str, say: Callable[[str], None]) -> list[Row]:
+def peer_rows(rig: Rig, rivals: list[Rival], full: bool, note: str, say: Callable[[str], None]) -> list[Row]:
     """Measured in a full run; in a quick one those of the last full run on this CPU model."""
     if full:
-        return [row for rival in RIVALS for row in compare(rival, rig, 5, note, say)]
-    missing = [row for rival in RIVALS for row in rows_not_measured(rival, "not in a quick run")]
+        return [row for rival in rivals for row in compare(rival, rig, 5, note, say)]
+    missing = [row for rival in rivals for row in rows_not_measured(rival, "not in a quick run")]
     return past_rows(results_folder() / "cpu.csv").rows(missing)
 
 

@@ -22,8 +22,8 @@ class FixedBench(Bench):
 
     rows: tuple[Row, ...] = ()
 
-    def run(self, full: bool, say: Say) -> Sequence[Row]:
-        say(f"full={full}")
+    def run(self, full: bool, say: Say, part: str = "") -> Sequence[Row]:
+        say(f"full={full} part={part}")
         return self.rows
 
     def draw(self, report: Report, folder: Path) -> Path:
@@ -54,6 +54,18 @@ def test_json_alone_goes_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "full=True" in err
     assert str(tmp_path / "fixed.csv") in err
     assert (tmp_path / "fixed.csv").read_text().count("\n") == 2
+
+
+def test_a_part_is_in_the_command_that_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    execute("fixed", fixed(Row("a", 1.0, "s")), Options(full=True, part="b"), tmp_path)
+    assert "part=b" in capsys.readouterr().err
+    assert "pagetier bench fixed --full --only b" in (tmp_path / "fixed.csv").read_text()
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("cpu", "own, vllm, transformers, llama_cpp"), ("spine", "no parts")])
+def test_an_unknown_part_is_refused_with_those_there_are(name: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"--only: got 'x'; allowed: .*{allowed}"):
+        BENCHES[name].run(False, lambda line: None, "x")
 
 
 def test_missed_target_is_shown_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
