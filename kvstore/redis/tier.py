@@ -19,6 +19,7 @@ from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.record import REDIS_IDENTITIES
 from pagetier.kvstore.redis.account import Account
 from pagetier.kvstore.redis.names import RecordNames, parse_identities
+from pagetier.kvstore.redis.namespaces import Namespaces
 from pagetier.kvstore.redis.node import FAULTS, READING, WRITING, Answer, Node, NodeSettings, Redirect, parse_redirect
 from pagetier.kvstore.redis.resp import ErrorReply, encode_command
 from pagetier.kvstore.redis.sockets import Sockets
@@ -188,6 +189,10 @@ class RedisTier:
             self._account.failed(self._servers, READING, 1, type(fault).__name__, str(fault))
             return {}
         return parse_identities(reply)
+
+    def namespaces(self) -> Namespaces:
+        """What lies beside this tier's blocks, over the same connections."""
+        return Namespaces(self._topology, self._clock)
 
     def counters(self) -> TierCounters:
         """`blocks`, `nbytes`, `capacity_bytes` and `evictions` are the servers', whoever caused them, as of their last

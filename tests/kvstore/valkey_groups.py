@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import redis
@@ -62,14 +62,18 @@ class ClusterNode:
 
 
 @contextmanager
-def own_cluster(num_replicas: int = 0, **options: str) -> Iterator[list[ClusterNode]]:
-    """Three masters with a third of the slots each, then replicas of the first."""
+def own_cluster(
+    num_replicas: int = 0, announced_ports: Sequence[int] = (), **options: str
+) -> Iterator[list[ClusterNode]]:
+    """Three masters with a third of the slots each, then replicas of the first. `announced_ports`: where clients are
+    told that they are, instead of their own."""
     options = {"cluster_node_timeout": "500", "cluster_require_full_coverage": "no", **QUICK, **options}
     with ExitStack() as stack:
-        nodes = []
+        nodes: list[ClusterNode] = []
         for _ in range(3 + num_replicas):
             port, bus = str(free_port()), str(free_port())
-            one = own_valkey(port=port, cluster_port=bus, bind="127.0.0.1", cluster_enabled="yes", **options)
+            told = {"cluster_announce_port": str(announced_ports[len(nodes)])} if announced_ports else {}
+            one = own_valkey(port=port, cluster_port=bus, bind="127.0.0.1", cluster_enabled="yes", **told, **options)
             nodes.append(ClusterNode(stack.enter_context(one)))
         for i, node in enumerate(nodes):
             if i < 3:
