@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated, Any
 
 import typer
@@ -59,6 +60,7 @@ def diff_identity(
 
     Example: pagetier diff-identity http://127.0.0.1:8000 http://127.0.0.1:8001
     """
+    logging.getLogger("pagetier.kvstore.redis").addHandler(logging.NullHandler())  # our own line says what is wrong
     flags: dict[str, Any] = {"dtype": dtype, "block_size": block_size, "cpu_kernels": cpu_kernels}
     flags |= {"kv_hash": kv_hash, "weights_version": weights_version}
     one, other = (_found(text, rest, inside, api_key, flags) for text, rest in ((a, b), (b, a)))

@@ -9,19 +9,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import redis
 
 from pagetier.kvstore import places
-from pagetier.kvstore.config import EMBEDDED, URL_SCHEMES
+from pagetier.kvstore.block import KEY_BYTES
+from pagetier.kvstore.config import EMBEDDED, URL_SCHEMES, without_login
 from pagetier.kvstore.errors import ConfigError, ProtocolError
 from pagetier.kvstore.identity import CacheIdentity, domain_of
 from pagetier.kvstore.nvme.files import Files
 from pagetier.kvstore.nvme.folder import Folder
 from pagetier.kvstore.record import REDIS_IDENTITIES
 from pagetier.kvstore.redis.rendezvous import Rendezvous
+from pagetier.kvstore.redis.tier import RedisTier
 
 FORMS = "a server's http:// address, an NVMe folder, redis://…, embedded, or a model"
 TIMEOUT_S = 5.0
@@ -79,6 +81,9 @@ def _of_server(url: str, api_key: str | None) -> dict[bytes, bytes]:
 
 
 def _of_redis(url: str) -> dict[bytes, bytes]:
+    """A single server is given time to answer; who has several is asked as the tier does it."""
+    if "+" in url.partition("://")[0]:
+        return _of_redis_servers(url)
     address = f"unix://{quote(str(Rendezvous(places.redis_dir()).socket_path))}" if url == EMBEDDED else url
     options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
@@ -88,9 +93,23 @@ def _of_redis(url: str) -> dict[bytes, bytes]:
         finally:
             client.close()
     except (redis.RedisError, OSError, ValueError) as error:
-        reason = str(error).replace(address, _shown(url))
-        raise ConfigError(f"{_shown(url)} cannot be asked ({reason}); start it, or check the address") from None
+        raise _unasked(url, str(error).replace(address, _shown(url))) from None
     return {bytes.fromhex(name.decode()): value for name, value in stored.items() if _FIELD.fullmatch(name)}
+
+
+def _of_redis_servers(url: str) -> dict[bytes, bytes]:
+    tier = RedisTier(url, bytes(KEY_BYTES))
+    try:
+        found, num_errors = tier.identities(), tier.counters().errors
+    finally:
+        tier.close()
+    if num_errors:
+        raise _unasked(url, "no server that has them answered")
+    return found
+
+
+def _unasked(url: str, reason: str) -> ConfigError:
+    return ConfigError(f"{_shown(url)} cannot be asked ({reason}); start it, or check the address")
 
 
 def _of_folder(folder: Path) -> dict[bytes, bytes]:
@@ -131,7 +150,5 @@ def _summary(identity: CacheIdentity) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL without user and password."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}" if parts.scheme else url
+    """A URL without what may be secret in it."""
+    return without_login(url).partition("?")[0]

@@ -78,6 +78,8 @@ def test_a_server_a_folder_and_a_redis_are_compared(run: Run, tmp_path: Path, va
     [
         ("http://127.0.0.1:1", "no server answers"),
         ("redis://127.0.0.1:1", "cannot be asked"),
+        ("redis+cluster://user:wr0ng@127.0.0.1:1", "redis+cluster://…@127.0.0.1:1 cannot be asked"),
+        ("redis+sentinel://127.0.0.1:1/service", "cannot be asked"),
         ("/nowhere/at/all", "/nowhere/at/all"),
         ("0123456789", "holds no cache identity that begins with 0123456789"),
     ],

@@ -216,3 +216,27 @@ def test_planted_bugs_are_found(kind: type[EngineCore]) -> None:
     with pytest.raises(AssertionError, match="the chain breaks"):
         for seed in range(200):
             run_seed(seed, kind)
+
+
+def test_blocks_of_former_weights_are_the_first_to_go() -> None:
+    """A full pool: what was computed since the change stays, however often the former was used."""
+    config = EngineConfig(num_blocks=16, max_model_len=64, block_size=4, pipeline_depth=1)
+    life = Life(random.Random(0), config, [], Clock())
+    requests = [
+        EngineRequest(f"r{i}", tuple(range(i, i + 17)), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)
+        for i in (0, 30, 60, 0, 30, 60)
+    ]
+    trace = [TracedRequest(replace(r, request_id=f"{n}"), 0, None, (0,), "length") for n, r in enumerate(requests)]
+    life.start(trace, EngineCore, local)
+    cached = []
+    life.heard = {t.request.request_id: Heard() for t in trace}
+    for n, t in enumerate(trace):
+        if n == 2:
+            life.change_weights()
+        life.core.add_request(t.request)
+        while life.core.has_work():
+            for output in life.core.step():
+                life.take(output, range(life.version, life.version + 1))
+        cached.append(sum(life.heard[t.request.request_id].cached.values()))
+    assert cached == [0, 0, 0, 0, 0, 16], "third and fourth push out the former weights' blocks, not each other's"
+    life.core.close()

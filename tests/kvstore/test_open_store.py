@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagetier.kvstore.block import BlockStatus, KVGroup, Part, Plane
+from pagetier.kvstore.block import BlockName, BlockStatus, KVGroup, Part, Plane
 from pagetier.kvstore.config import MIB, StoreConfig
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LookupDone, PutDone
@@ -167,3 +167,39 @@ def test_processes_of_different_hash_seeds_share_what_they_store(tmp_path: Path,
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_blocks_of_a_former_identity_are_the_first_to_go(tier: str, tmp_path: Path) -> None:
+    """Whatever was used last of them: as much as half of the tier put since is all there, and of them the most went."""
+    size = 4 * MIB
+    config = StoreConfig(tiers=(tier,), host_size=size if tier == "host" else 0, nvme_path=tmp_path, nvme_size=size)
+
+    def chains(identity: CacheIdentity, first: int, count: int) -> list[list[BlockName]]:
+        root = root_key(identity.domain())
+        return [chain_names(root, [first + i] * 128, 8) for i in range(count)]  # 16 blocks of 8 KiB each
+
+    def put(store: TieredStore, names: list[BlockName]) -> None:
+        store.submit_put(names, [memoryview(bytes(PAYLOAD_BYTES))] * len(names))
+        assert isinstance(answer(store), PutDone)
+
+    def found(store: TieredStore, names: list[BlockName]) -> int:
+        ticket = store.submit_lookup(names)
+        done = answer(store)
+        store.release(ticket)
+        assert isinstance(done, LookupDone)
+        return len(done.tiers)
+
+    updated = replace(IDENTITY, weights_version="2")
+    former, present = chains(IDENTITY, 0, 28), chains(updated, 0, 12)
+    with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        for names in former:
+            put(store, names)
+        kept = sum(found(store, names) for names in former)
+        for names in former:
+            store.touch(names)
+        store.set_identity(updated)
+        for names in present:
+            put(store, names)
+        assert [found(store, names) for names in present] == [16] * 12
+        assert sum(found(store, names) for names in former) < kept

@@ -88,7 +88,8 @@ def test_the_api_key_counts_where_there_is_no_token() -> None:
 def test_pages_and_proxies_on_this_machine_are_not_local_programs(name: str) -> None:
     with running_stack() as stack:
         answer = stack.http.post(ROUTE, headers={name: "http://127.0.0.1"})
-        assert answer.status_code == 403 and "--admin-token" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (403, "permission_error") and "--admin-token" in error["message"]
         assert stack.stats()["domain"] == DOMAIN.hex()
 
 
