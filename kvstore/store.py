@@ -71,6 +71,7 @@ class TieredStore:
             raise ConfigError.bad_value("--kv-tier", ",".join(names), "each tier once")
         self._part, self._payload_bytes = part, payload_bytes
         self._domain = domain  # owner: the caller's thread
+        self._identity: tuple[bytes, bytes] | None = None  # owner: the caller's thread; domain and encoding
         self._budget_s, self._limits, self._clock = load_budget_s, limits or StoreLimits(), clock
         self._resources = resources or ExitStack()
         self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
@@ -79,6 +80,7 @@ class TieredStore:
         self._executors = list(dict.fromkeys(executors))
         self._done: deque[Completion] = deque()  # appended to by any thread
         self._next = 1  # owner: the caller's thread, as all below
+        self._num_returns = 0  # of the tiers, when the identity was last put
         self._tickets: dict[int, Lookup] = {}
         self._asking: dict[int, Lookup] = {}  # not answered yet
         self._loads: dict[int, tuple[Load, Lookup]] = {}
@@ -139,6 +141,8 @@ class TieredStore:
         `PutDone` comes when no source is read any more: OK when any tier stored the block now, EXISTS when it was there
         already, else what the first tier that refused it said."""
         self._check_open()
+        if self._identity is not None and self.num_returns != self._num_returns:
+            self.put_identity(*self._identity)
         domain = domain or self._domain
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
@@ -236,8 +240,10 @@ class TieredStore:
         self.put_identity(self._domain, encoded)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
-        """Keep the encoded CacheIdentity in every tier, later and best effort."""
+        """Keep the encoded CacheIdentity in every tier, later and best effort; anew when a tier came back, since it may
+        have lost it."""
         self._check_open()
+        self._identity, self._num_returns = (domain, encoded), self.num_returns
         for port in self._ports:
             port.write_executor.submit(functools.partial(port.tier.put_identity, domain, encoded))
 
