@@ -70,6 +70,7 @@ class ServeConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
+    scheduling_policy: str = "fcfs"
     kv_cache_memory: int = 2 * GIB
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -231,6 +232,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
         enable_chunked_prefill=config.enable_chunked_prefill,
         pipeline_depth=config.pipeline_depth,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        scheduling_policy=config.scheduling_policy,
         seed=config.seed,
         paranoid=config.paranoid,
     )

@@ -10,6 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
 MAX_THREADS = 1024
+SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
@@ -25,6 +26,7 @@ class EngineConfig:
     max_model_len: longest prompt + output in tokens.
     vocab_size: prompts with other ids are refused: the step that meets one fails for all its requests. None: any.
     pipeline_depth: batches in flight; 2 plans step N+1 while step N runs.
+    scheduling_policy: who is admitted next and who gives way; fcfs surprises nobody.
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
     paranoid: run every `check()` after every step and poison fresh blocks.
     """
@@ -39,6 +41,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     pipeline_depth: int = 2
     max_num_queued_reqs: int = 1024
+    scheduling_policy: str = "fcfs"
     seed: int = 0
     paranoid: bool = False
 
@@ -50,6 +53,11 @@ class EngineConfig:
             ("--max-num-batched-tokens", self.max_num_batched_tokens >= 1, "at least 1"),
             ("--max-model-len", self.max_model_len >= 2, "at least 2"),
             ("--max-num-queued-reqs", self.max_num_queued_reqs >= 1, "at least 1"),
+            (
+                "--scheduling-policy",
+                self.scheduling_policy in SCHEDULING_POLICIES,
+                ", ".join(SCHEDULING_POLICIES),
+            ),
             ("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2"),
         ):
             if not ok:

@@ -12,6 +12,7 @@ from pagetier.engine.config import EngineConfig
 from pagetier.engine.identity import roots_of
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import build_batch
+from pagetier.engine.policies.make import POLICIES, MakePolicy
 from pagetier.engine.prefix_index import PrefixIndex
 from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
@@ -27,7 +28,8 @@ class EngineCore:
     """One model's engine. Every method belongs to one thread, which it blocks only while it waits for the runner.
 
     root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
-    statistics. Closing closes the runner and the connector.
+    statistics. make_policy: a policy of one's own instead of the configuration's. Closing closes the runner and the
+    connector.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class EngineCore:
         hash_name: str = "sha256",
         block_nbytes: int = 0,
         num_groups: int = 1,
+        make_policy: MakePolicy | None = None,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -49,7 +52,8 @@ class EngineCore:
         index = PrefixIndex(config.block_size)
         pool = BlockPool(config.num_blocks, index)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
-        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name))
+        policy = (make_policy or POLICIES[config.scheduling_policy])(index)
+        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name), policy)
         self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
         self._closed = False
         self._is_stepping = self._is_stalled = False

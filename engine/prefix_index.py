@@ -21,6 +21,7 @@ import numpy as np
 
 from pagetier.kvstore.block import TOKEN_BYTES, BlockName
 
+CHANGES_PER_VERSION = 64
 MAX_PARTIAL_CANDIDATES = 32  # siblings looked at for a partly matching block; bounds the time of a match
 
 
@@ -63,6 +64,7 @@ class PrefixIndex:
         self._heap: list[tuple[int, int]] = []  # (last_used, block) of evictable leaves; stale entries are skipped
         self._clock = 0
         self._num_evictable = 0
+        self._num_changes = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -71,6 +73,11 @@ class PrefixIndex:
     def num_evictable(self) -> int:
         """Blocks that `evict` could free now."""
         return self._num_evictable
+
+    @property
+    def version(self) -> int:
+        """Changes with every `CHANGES_PER_VERSION` blocks that came or went: for answers that may be a little old."""
+        return self._num_changes // CHANGES_PER_VERSION
 
     def node_of(self, block: int) -> Node | None:
         return self._nodes.get(block)
@@ -99,6 +106,14 @@ class PrefixIndex:
         rest = tokens[position * TOKEN_BYTES : min(position + self._block_size, max_tokens) * TOKEN_BYTES]
         partial, num_partial = self._best_partial(node, rest)
         return Match(tuple(nodes), partial, num_partial)
+
+    def match_tokens(self, root: bytes, tokens: bytes) -> int:
+        """How many leading tokens of `tokens` (u32 LE) whole indexed blocks hold."""
+        node, step, start = self._roots.get(root), self._step, 0
+        while node is not None:
+            node = node.children.get(tokens[start : start + step])
+            start += step
+        return max(0, start // step - 1) * self._block_size
 
     def _best_partial(self, node: Node, rest: bytes) -> tuple[Node | None, int]:
         best, best_length = None, 0
@@ -141,6 +156,7 @@ class PrefixIndex:
         parent.by_first_token.setdefault(name.tokens[:TOKEN_BYTES], []).append(node)
         self._nodes[block] = node
         self._num_evictable += 1
+        self._num_changes += 1
         self.activate(block)
         return node
 
@@ -222,6 +238,7 @@ class PrefixIndex:
         del self._nodes[node.block]
         node.attached = False
         self._num_evictable -= 1
+        self._num_changes += 1
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:

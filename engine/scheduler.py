@@ -1,8 +1,8 @@
 """Which tokens of which requests are computed next, and what their results mean.
 
 One token budget per step and no phases: each request's computed tokens catch up with its tokens. Running requests come
-first, in arrival order; then waiting ones, none in a step that preempted. Plans on counts alone: tokens that launched
-steps will sample are placeholders, so step N+1 is planned while step N runs.
+first, by the policy's rank; then waiting ones in the policy's order, none in a step that preempted. Plans on counts
+alone: tokens that launched steps will sample are placeholders, so step N+1 is planned while step N runs.
 
 Blocks a request gives up while a launched step may still touch them are released when that step is collected, so a
 free block is touched by nobody.
@@ -11,6 +11,7 @@ free block is touched by nobody.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from pagetier.engine.config import EngineConfig
 from pagetier.engine.hit_counters import HitCounters
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import PlannedRow, StepPlan
+from pagetier.engine.policies.base import Policy
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
 from pagetier.engine.request import Request, RequestState
 from pagetier.engine.transfers import Loaded, Transfers
@@ -33,7 +35,8 @@ MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were e
 
 
 class Scheduler:
-    """Owner: core thread. `running` is sorted by arrival; `waiting` too, preempted requests included."""
+    """Owner: core thread. `running` is sorted by the policy's rank; `waiting` is the policy, preempted requests
+    included."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Scheduler:
         transfers: Transfers,
         root_of: Callable[[str], bytes],
         hash_: Hash,
+        policy: Policy,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -51,7 +55,7 @@ class Scheduler:
         self.hits = HitCounters()
         self.num_preemptions = 0
         self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.waiting = policy
         self.loading: list[Request] = []
         self.launched: deque[StepPlan] = deque()
         self._root_of = root_of
@@ -74,7 +78,7 @@ class Scheduler:
         request.max_tokens = min(request.max_tokens, self.config.max_model_len)
         self._num_added += 1
         self._requests[spec.request_id] = request
-        self.waiting.append(request)
+        self.waiting.push(request)
 
     def _refusal(self, spec: EngineRequest) -> str:
         num_prompt, limit = len(spec.prompt_ids), self.config.max_model_len
@@ -120,10 +124,11 @@ class Scheduler:
         self._queue_of(request).remove(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
+        self.waiting.finish(request)
         self.transfers.release(request)
         self._give_up_blocks(request)
 
-    def _queue_of(self, request: Request) -> list[Request]:
+    def _queue_of(self, request: Request) -> list[Request] | Policy:
         match request.state:
             case RequestState.RUNNING:
                 return self.running
@@ -150,7 +155,8 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps)
         self._look_ahead()
-        if self._plan_running(plan):
+        made_way = self._make_way()
+        if self._plan_running(plan) and not made_way:
             self._plan_waiting(plan)
         if not plan.rows:
             return None
@@ -232,7 +238,7 @@ class Scheduler:
         return blocks
 
     def _make_room(self, request: Request) -> bool:
-        """The request found no block. Wait if some are coming free; else preempt the latest arrival, or end a request
+        """The request found no block. Wait if some are coming free; else preempt the last by rank, or end a request
         that is alone and has outgrown the pool. Whether one was preempted."""
         if self.transfers.holds_blocks or any(step.release_after for step in self.launched):
             return False
@@ -242,6 +248,24 @@ class Scheduler:
         if not request.num_in_flight and not self.loading:
             self._end_for_lack_of_room(request)
         return False
+
+    def _make_way(self) -> bool:
+        """Preempt running requests, the last by rank first, for a waiting one that outranks them and finds no seat or
+        no blocks; whether any was. It is admitted when their blocks have come free, a step or two later."""
+        request = next(self.waiting.candidates(), None)
+        if request is None or not self.running or not self.waiting.outranks(request, self.running[-1]):
+            return False
+        if request.num_placeholders or (request.ticket is not None and request.lookup_tiers is None):
+            return False  # it could not be admitted yet, and others would take what it was given
+        num_missing = -(-request.num_tokens // self.config.block_size) - len(self._match(request).nodes)
+        num_preemptions = self.num_preemptions
+        while self.running and self.waiting.outranks(request, self.running[-1]):
+            num_coming = self.pool.num_available + sum(len(step.release_after) for step in self.launched)
+            has_seat = len(self.running) + len(self.loading) < self.config.max_num_seqs
+            if has_seat and num_coming >= num_missing + len(self.running):
+                break
+            self._preempt(self.running[-1])
+        return self.num_preemptions > num_preemptions
 
     def _end_for_lack_of_room(self, request: Request) -> None:
         room = self.pool.num_blocks * self.config.block_size
@@ -270,7 +294,7 @@ class Scheduler:
         request.tip = None
         request.lookup_tries = 0
         request.state = RequestState.WAITING
-        bisect.insort(self.waiting, request, key=lambda r: r.order)
+        self.waiting.push(request)
 
     def change_roots(self, root_of: Callable[[str], bytes]) -> None:
         """From now on other weights answer: blocks are named below other roots, and every request starts over with the
@@ -295,6 +319,7 @@ class Scheduler:
             request.num_placeholders += 1
             request.sampled_step, request.sampled_row = plan.step, sample
         plan.add(PlannedRow(request, start, end, sample, request.epoch, pending_row))
+        self.waiting.charge(request, num_new)
         request.num_computed_tokens = end
         request.num_in_flight += 1
 
@@ -305,7 +330,7 @@ class Scheduler:
         step would take longer than the step.
         """
         num_unasked = 0
-        for request in list(self.waiting):
+        for request in self.waiting.candidates():
             budget = self._budget(plan)
             seats = self.config.max_num_seqs - len(self.running) - len(self.loading)
             if budget <= 0 or seats <= 0:
@@ -384,7 +409,7 @@ class Scheduler:
         """Ask the lower tiers about the first waiting requests, so that answers are there when their turn comes."""
         if not self.transfers.enabled or not self.config.enable_prefix_caching:
             return
-        for request in self.waiting[:LOOKAHEAD]:
+        for request in itertools.islice(self.waiting.candidates(), LOOKAHEAD):
             if request.ticket is not None or request.lookup_tries >= MAX_LOOKUPS or request.num_placeholders:
                 continue
             first, end = len(self._match(request).nodes), self._lookup_end(request)
@@ -428,7 +453,7 @@ class Scheduler:
     def _start_running(self, request: Request, cached_tokens: dict[str, int]) -> None:
         self.transfers.release(request)
         request.state = RequestState.RUNNING
-        bisect.insort(self.running, request, key=lambda r: r.order)
+        bisect.insort(self.running, request, key=self.waiting.rank)
         if not request.counted:
             request.counted = True
             request.cached_tokens = {tier: n for tier, n in cached_tokens.items() if n}
@@ -561,6 +586,7 @@ class Scheduler:
             held.update(plan.release_after)
         for block, count in held.items():
             assert self.pool.references(block) >= count, f"block {block}: {count} holders"
-        assert [r.order for r in self.running] == sorted(r.order for r in self.running), "running order"
+        ranks = [self.waiting.rank(request) for request in self.running]
+        assert ranks == sorted(ranks), "running order"
         self.pool.check()
         self.transfers.check()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS
+from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, SCHEDULING_POLICIES
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
@@ -25,6 +25,12 @@ THREADS_HELP = "Threads of the model on a CPU; 0: one per core it may use. More 
 CPU_KERNELS_HELP = (
     f"{', '.join(CPU_KERNELS)}: the best level this CPU has, that level (replicas on unlike CPUs share KV only at the "
     "same one), or torch's modules, several times slower."
+)
+
+
+POLICY_HELP = (
+    "Who is admitted next: fcfs; priority (smaller values of a request's `priority` first; they preempt larger ones); "
+    "lpm (longest cached prefix first); fair (the `user` served least first)."
 )
 
 
@@ -104,9 +110,7 @@ class ServeFlags:
         bool,
         _option("--enable-chunked-prefill/--no-enable-chunked-prefill", panel=SCHEDULER, text="Split long prompts."),
     ] = True
-    scheduling_policy: Annotated[
-        str, _option("--scheduling-policy", panel=SCHEDULER, text="fcfs (priority, lpm, fair: later).")
-    ] = "fcfs"
+    scheduling_policy: Annotated[str, _option("--scheduling-policy", panel=SCHEDULER, text=POLICY_HELP)] = "fcfs"
     preemption_mode: Annotated[
         str, _option("--preemption-mode", panel=SCHEDULER, text="recompute (swap, hybrid: later).")
     ] = "recompute"
@@ -188,7 +192,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
     "deterministic": (False,),
     "structured_outputs_backend": (None,),
-    "scheduling_policy": ("fcfs",),
     "preemption_mode": ("recompute",),
     "itl_target_ms": (None,),
     "kv_cache_dtype": ("auto",),
@@ -244,6 +247,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         ("--dtype", flags.dtype, DTYPES),
         ("--device", flags.device, DEVICES),
         ("--cpu-kernels", flags.cpu_kernels, CPU_KERNELS),
+        ("--scheduling-policy", flags.scheduling_policy, SCHEDULING_POLICIES),
         ("--engine-process", flags.engine_process, ("auto", "on", "off")),
     ):
         if value not in allowed:
@@ -263,6 +267,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "max_num_seqs": flags.max_num_seqs,
         "max_num_batched_tokens": flags.max_num_batched_tokens,
         "max_num_queued_reqs": flags.max_num_queued_reqs,
+        "scheduling_policy": flags.scheduling_policy,
         "kv_cache_memory": parse_size(flags.kv_cache_memory, "--kv-cache-memory"),
         "gpu_memory_utilization": flags.gpu_memory_utilization,
         "enable_prefix_caching": flags.enable_prefix_caching,

@@ -146,6 +146,7 @@ class Preparer:
                     root=root,
                     priority=body.priority,
                     arrival_s=now_s,
+                    tenant=body.user or "",
                 )
                 for choice in range(params.n)
             ]

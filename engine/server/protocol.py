@@ -21,7 +21,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 
 IGNORED = frozenset(
     (
-        "user",
         "metadata",
         "store",
         "service_tier",
@@ -105,6 +104,7 @@ class SharedFields(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, max_length=1024)
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    user: str | None = Field(default=None, max_length=1024)
 
     @property
     def include_usage(self) -> bool:

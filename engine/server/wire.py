@@ -21,7 +21,7 @@ from pagetier.kvstore.errors import PagetierError, ProtocolError
 from pagetier.kvstore.identity import domain_of
 from pagetier.kvstore.keys import pack_tokens, unpack_tokens
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 64 << 20  # one sequence a message: a million-token prompt with its keys is 6 MB
 MAX_ITEMS = 1 << 20  # entries of one msgpack array or map
 MAX_TEXT_BYTES = 1 << 16  # ids, salts, error lines
@@ -276,6 +276,7 @@ def _submit_body(message: Submit) -> list[Any]:
         r.root,
         r.priority,
         r.arrival_s,
+        r.tenant,
     ]
 
 
@@ -285,6 +286,7 @@ def _parse_submit(fields: _Fields) -> Submit:
     seed, choice = fields.number(), fields.number()
     eos_token_ids = _all(int, fields.array(), "eos_token_ids")
     salt, keys, root, priority, arrival_s = fields.text(), fields.data(), fields.data(), fields.number(), fields.real()
+    tenant = fields.text()
     fields.end()
     if len(prompt) % 4 or not prompt:
         raise ProtocolError(f"Submit: prompt of {len(prompt)} bytes is not a non-empty array of u32")
@@ -303,6 +305,7 @@ def _parse_submit(fields: _Fields) -> Submit:
             root=root,
             priority=priority,
             arrival_s=arrival_s,
+            tenant=tenant,
         )
     )
 

@@ -85,6 +85,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=7,
         max_num_queued_reqs=9,
+        scheduling_policy="lpm",
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
         kv_cache_memory="3MiB",

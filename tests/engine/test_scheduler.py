@@ -14,6 +14,7 @@ from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.messages import EngineRequest
+from pagetier.engine.policies.ranked import Fcfs
 from pagetier.engine.prefix_index import Match, PrefixIndex
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.scheduler import LOOKAHEAD, Scheduler
@@ -168,7 +169,7 @@ def test_planning_does_not_look_at_all_who_wait() -> None:
     pool, blocks = BlockPool(config.num_blocks, index), LedgerBlocks(config.num_blocks, config.block_size)
     connector = LocalConnector(store_of(blocks, clock, Faults()), blocks)
     transfers = Transfers(connector, pool)
-    scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named("sha256"))
+    scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named("sha256"), Fcfs())
     for i in range(2000):
         scheduler.add(request(f"r{i}", [rng.randrange(VOCAB_SIZE) for _ in range(100)], 1))
     num_admitted = 0

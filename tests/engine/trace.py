@@ -40,7 +40,15 @@ def make_trace(rng: random.Random, num_requests: int, abort_rate: float, max_pro
         if not ignore_eos and EOS in output:
             output, reason = output[: output.index(EOS) + 1], "stop"
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        request = EngineRequest(f"r{i}", tuple(prompt), params, seed=0, eos_token_ids=(EOS,))
+        request = EngineRequest(
+            f"r{i}",
+            tuple(prompt),
+            params,
+            seed=0,
+            eos_token_ids=(EOS,),
+            priority=rng.randrange(3),
+            tenant=rng.choice("abc"),
+        )
         arrives = rng.randrange(60)
         aborts = arrives + rng.randrange(40) if rng.random() < abort_rate else None
         trace.append(TracedRequest(request, arrives, aborts, tuple(output), reason))
