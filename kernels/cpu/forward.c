@@ -381,7 +381,8 @@ int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_th
 size_t pt_packed_bytes(int32_t isa, int32_t dtype, int64_t n, int64_t k) {
     const pt_kernels *kernels = pt_kernels_of(isa);
     if (kernels == NULL || n < 1 || k < 1) return 0;
-    return (size_t)(pt_ceil(n, kernels->panel) * kernels->panel * ((k + 1) / 2 * 2)) * value_bytes(dtype);
+    const int64_t padded_n = pt_ceil(n, kernels->panel) * kernels->panel;
+    return (size_t)(padded_n * pt_ceil(k, kernels->k_multiple) * kernels->k_multiple) * value_bytes(dtype);
 }
 
 void pt_pack(int32_t isa, int32_t dtype, const void *src, int64_t n, int64_t k, void *dst) {

@@ -50,6 +50,7 @@ typedef struct {
 typedef struct {
     const char *name;
     int64_t panel; /* columns of one packed weight panel */
+    int64_t k_multiple; /* to which packed weights are padded */
     /* Columns [first, first + count) panels of the GEMM for rows [row, row + rows). */
     void (*gemm_f32)(const pt_gemm *g, int64_t first_panel, int64_t num_panels, int64_t row, int64_t rows);
     void (*gemm_bf16)(const pt_gemm *g, int64_t first_panel, int64_t num_panels, int64_t row, int64_t rows);

@@ -115,6 +115,7 @@ class Library:
             raise RuntimeError(f"{path}: ABI {library.pt_abi_version()}, not {ABI_VERSION}")
         self._best = _function(library, "pt_isa_best", c.c_int32, c.c_int32)
         self._name = _function(library, "pt_isa_name", c.c_char_p, c.c_int32)
+        self._lacks = _function(library, "pt_isa_lacks", c.c_char_p)
         self._create = _function(library, "pt_threads_create", c.c_void_p, c.c_int32, c.c_void_p)
         self._destroy = _function(library, "pt_threads_destroy", None, c.c_void_p)
         self._packed_bytes = _function(
@@ -140,6 +141,11 @@ class Library:
     def best_isa(self, limit: Isa = Isa.AMX) -> Isa:
         """The best level of this machine, at most `limit`."""
         return Isa(self._best(int(limit)))
+
+    def lacks(self) -> str | None:
+        """A level that this CPU has and this process cannot use, and why; None: it can use them all."""
+        lacks = self._lacks()
+        return None if lacks is None else str(lacks.decode())
 
     def create_threads(self, num_threads: int, cpus: Sequence[int] = ()) -> int:
         """`num_threads` workers, the caller of `step` among them, each bound to its CPU of `cpus` if there are any.

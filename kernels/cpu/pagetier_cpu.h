@@ -81,6 +81,8 @@ PT_API int32_t pt_abi_version(void);
 /* The best level of this machine, or `limit` if that is lower. */
 PT_API int32_t pt_isa_best(int32_t limit);
 PT_API const char *pt_isa_name(int32_t isa);
+/* A level that the CPU has and this process cannot use, and why; NULL: none. */
+PT_API const char *pt_isa_lacks(void);
 
 /* num_threads workers including the caller's thread, each bound to its CPU of `cpus` (num_threads), NULL: to none. */
 PT_API pt_threads *pt_threads_create(int32_t num_threads, const int32_t *cpus);

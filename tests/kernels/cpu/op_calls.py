@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagetier.kernels.cpu.library import BatchArrays, Buffer, Dtype, Isa, Library, Model, Op, OpKind
-from tests.kernels.cpu.tiny_models import library
+from tests.kernels.cpu.tiny_models import library_of
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
@@ -38,7 +38,11 @@ class Case:
     eps: float = 1e-5
     num_threads: int = 1
     frequencies: Tensor | None = None
-    core: Library = field(default_factory=library)
+    core: Library | None = None  # None: the one that runs the level here
+
+    @property
+    def library(self) -> Library:
+        return self.core or library_of(self.isa)
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +61,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 
 def packed(case: Case, weight: Tensor) -> np.ndarray:
-    return case.core.pack(case.isa, bits(weight), DTYPES[weight.dtype])
+    return case.library.pack(case.isa, bits(weight), DTYPES[weight.dtype])
 
 
 def run_op(case: Case, kind: OpKind, in_: Tensor | None, out: Tensor, **fields: Any) -> Tensor:
@@ -125,11 +129,11 @@ def _step(case: Case, ops: Any, buffers: Any) -> None:
         slot_mapping=slot_mapping.ctypes.data,
         copies=copies.ctypes.data,
     )
-    threads = case.core.create_threads(case.num_threads)
+    threads = case.library.create_threads(case.num_threads)
     try:
-        scratch = torch.empty(case.core.scratch_bytes(model, threads), dtype=torch.uint8)  # 64-aligned, no byte more
-        error = case.core.step(int(case.isa), c.byref(model), c.byref(batch), threads, scratch.data_ptr(), None)
+        scratch = torch.empty(case.library.scratch_bytes(model, threads), dtype=torch.uint8)  # 64-aligned, no byte more
+        error = case.library.step(int(case.isa), c.byref(model), c.byref(batch), threads, scratch.data_ptr(), None)
     finally:
-        case.core.destroy_threads(threads)
+        case.library.destroy_threads(threads)
     if error:
-        raise ValueError(case.core.error_text(error))
+        raise ValueError(case.library.error_text(error))

@@ -59,6 +59,24 @@ def test_the_library_is_compiled_once_and_put_in_place_whole(tmp_path: Path, mon
     assert os.listdir(made.parent) == [made.name]
 
 
+def test_a_level_that_the_compiler_does_not_know_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an old compiler, or an old assembler, says of the tile instructions is no reason to build nothing."""
+    if (real := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    known = Library(build.library_path(kernels_dir()))
+    script = (
+        'case "$*" in *-DPT_WITHOUT_TILES*) ;; *kernels_amx.c*) echo "error: no such instruction" >&2; exit 1;; esac; '
+        f'exec {real} "$@" -O0'
+    )
+    compiler(tmp_path / "bin", monkeypatch, script)
+    made = Library(build.library_path(tmp_path / "cache"))
+    assert made.best_isa() == known.best_isa(Isa.AVX512_BF16)
+    if known.best_isa() == Isa.AMX:
+        assert made.lacks() == "amx: it was built by a compiler that does not know the instructions"
+    else:
+        assert made.lacks() == known.lacks()
+
+
 def test_a_library_with_another_interface_is_refused(tmp_path: Path) -> None:
     source, made = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("int pt_abi_version(void) { return 99; }\n")

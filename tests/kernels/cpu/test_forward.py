@@ -14,9 +14,8 @@ from torch import Tensor
 from pagetier.engine.models.config import ModelConfig, RopeConfig
 from pagetier.kernels.cpu.library import Isa
 from tests.engine.model_cases import CASES, BuiltCase, build
-from tests.kernels.cpu.tiny_models import SHAPES, Setting, levels, prompts, random_tensors, rig, tiny_config
+from tests.kernels.cpu.tiny_models import SHAPES, Setting, every_level, prompts, random_tensors, rig, tiny_config
 
-every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
 LENGTHS = (1, 70, 33, 16, 45, 2)
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)

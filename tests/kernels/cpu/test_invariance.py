@@ -15,10 +15,16 @@ from torch import Tensor
 from pagetier.engine.weights.loader import load_checkpoint
 from pagetier.kernels.cpu.library import Isa
 from tests.engine.server.real_server import model_path
-from tests.kernels.cpu.tiny_models import Rig, Setting, levels, prompts, random_tensors, rig, tiny_config
-
-every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+from tests.kernels.cpu.tiny_models import (
+    Rig,
+    Setting,
+    every_dtype,
+    every_level,
+    prompts,
+    random_tensors,
+    rig,
+    tiny_config,
+)
 
 PARTIAL_BYTES = 8 << 20  # PT_PARTIAL_BYTES of kernels/cpu/attention.h
 

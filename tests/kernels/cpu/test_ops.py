@@ -15,10 +15,8 @@ from pagetier.kernels import reference
 from pagetier.kernels.cpu.library import Isa, OpKind
 from pagetier.kernels.reference import PagedRows, RopeScaling
 from tests.kernels.cpu.op_calls import Case, bits, packed, run_op, simple_case
-from tests.kernels.cpu.tiny_models import levels
+from tests.kernels.cpu.tiny_models import every_dtype, every_level
 
-every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576, 1000)
 ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8}  # relative; float32 with room for a sum in another order
 

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from pagetier.engine.batch import Batch
 from pagetier.kernels.cpu.library import Isa, OpKind
 from tests.kernels.cpu.op_calls import Case, run_op
-from tests.kernels.cpu.tiny_models import Rig, Setting, levels, prompts, random_tensors, rig, tiny_config
+from tests.kernels.cpu.tiny_models import (
+    Rig,
+    Setting,
+    every_dtype,
+    every_level,
+    level_name,
+    levels,
+    prompts,
+    random_tensors,
+    rig,
+    tiny_config,
+)
 
 INT32 = (-(2**31), 2**31 - 1)
 NUM_BLOCKS, BLOCK_SIZE = 12, 8
@@ -79,7 +90,7 @@ def wrong(draw: st.DrawFn, batch: Batch) -> tuple[Batch, str]:
     ), "logits index"
 
 
-@pytest.mark.parametrize("isa", levels()[-1:], ids=lambda isa: isa.name.lower())
+@pytest.mark.parametrize("isa", levels()[-1:], ids=level_name)
 def test_a_value_that_cannot_be_right_is_named_and_nothing_is_written(isa: Isa) -> None:
     config = tiny_config()
     with rig(config, random_tensors(config), Setting(isa, BLOCK_SIZE, NUM_BLOCKS, num_threads=2, max_tokens=64)) as run:
@@ -198,8 +209,8 @@ def test_ops_that_do_not_fit_their_buffers_are_refused(
         run_op(case, kind, source, torch.zeros(2, out[0], dtype=out[1]), weight=np.zeros(2048, np.float32), **fields)
 
 
-@pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@every_level
+@every_dtype
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e38])
 def test_slots_never_written_do_not_matter(poison: float, dtype: torch.dtype, isa: Isa) -> None:
     """Whatever they hold: logits are the same bits as over zeros."""
@@ -216,8 +227,8 @@ def test_slots_never_written_do_not_matter(poison: float, dtype: torch.dtype, is
     assert torch.equal(logits[0], logits[1]) and logits[0].isfinite().all()
 
 
-@pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@every_level
+@every_dtype
 @pytest.mark.parametrize("plane", [0, 1], ids=["k", "v"])
 def test_a_poisoned_slot_that_is_read_shows(plane: int, dtype: torch.dtype, isa: Isa) -> None:
     """`--paranoid` poisons fresh blocks: a read of one must not be swallowed by a maximum or an exponential."""

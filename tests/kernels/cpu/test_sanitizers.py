@@ -13,7 +13,7 @@ import pytest
 
 from pagetier.kernels.cpu import build
 from pagetier.kvstore.places import kernels_dir
-from tests.kernels.cpu.tiny_models import levels
+from tests.kernels.cpu.tiny_models import EMULATE_TILES, levels
 
 ROOT = Path(__file__).parents[3]
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
@@ -33,7 +33,8 @@ def runtimes(compiler: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sanitized() -> tuple[Path, list[str]]:
-    """The library with sanitizers, kept beside the plain one, and what to preload."""
+    """The library with sanitizers, kept beside the plain one, and what to preload. Tiles are emulated on every machine:
+    the instructions read and write behind the sanitizers' back."""
     compiler = next((found for name in build.COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("no C compiler")
@@ -44,7 +45,7 @@ def sanitized() -> tuple[Path, list[str]]:
     if not path.is_file():
         for old in path.parent.glob("sanitized-*.so"):
             old.unlink(missing_ok=True)
-        build.compile_library(path, FLAGS)
+        build.compile_library(path, (*FLAGS, EMULATE_TILES))
     return path, preload
 
 

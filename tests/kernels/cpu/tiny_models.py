@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,9 +21,12 @@ from pagetier.engine.device_pool import DevicePool, PoolShape
 from pagetier.engine.models.compiled import CompiledModel
 from pagetier.engine.models.config import ModelConfig, RopeConfig
 from pagetier.engine.models.llama import Llama
-from pagetier.kernels.cpu.build import library_path
+from pagetier.kernels.cpu.build import COMPILERS, compile_library, library_path, source_digest
 from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.places import kernels_dir
+
+EMULATE_TILES = "-DPT_EMULATE_TILES"
+HAS_COMPILER = any(map(shutil.which, COMPILERS))
 
 # Changes to `tiny_config`, and a block size.
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {
@@ -51,9 +56,33 @@ def library() -> Library:
     return Library(library_path(kernels_dir()))
 
 
+@functools.cache
+def emulated_library() -> Library:
+    """With a program in place of the tile instructions: its amx level runs on any machine that has avx512_bf16."""
+    path = kernels_dir() / f"emulated-{source_digest()}.so"
+    return Library(path if path.is_file() else compile_library(path, (EMULATE_TILES,)))
+
+
+def library_of(isa: Isa) -> Library:
+    """The library that runs the level here."""
+    return library() if library().best_isa(isa) == isa else emulated_library()
+
+
 def levels() -> list[Isa]:
-    """Every dispatch level of this machine."""
-    return [level for level in Isa if level != Isa.NONE and library().best_isa(level) == level]
+    """Every dispatch level: those of this machine, and amx, by emulation if need be, where there is a compiler."""
+    own: list[Isa] = [level for level in Isa if level != Isa.NONE and library().best_isa(level) == level]
+    if own[-1:] != [Isa.AVX512_BF16] or not HAS_COMPILER:
+        return own
+    return [*own, emulated_library().best_isa()]
+
+
+def level_name(isa: Isa) -> str:
+    emulated = library().best_isa(isa) != isa
+    return f"{isa.name.lower()}{'_emulated' if emulated else ''}"
+
+
+every_level = pytest.mark.parametrize("isa", levels(), ids=level_name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -169,7 +198,7 @@ class Setting:
     num_threads: int = 1
     max_tokens: int = 1024
     rng: np.random.Generator | None = None
-    core: Library = field(default_factory=library)
+    core: Library | None = None  # None: the one that runs the level here
 
 
 @contextmanager
@@ -184,7 +213,7 @@ def rig(config: ModelConfig, tensors: dict[str, Tensor], setting: Setting) -> It
             config,
             tensors,
             pool,
-            setting.core,
+            setting.core or library_of(setting.isa),
             max_tokens=setting.max_tokens,
             num_threads=setting.num_threads,
             limit=setting.isa,
