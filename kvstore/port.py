@@ -52,7 +52,8 @@ class TierPort:
             self.read_executor if self.at_once else make_executor(f"kv-{self.name}-find", NUM_LOOKUP_THREADS)
         )
         self._lock = threading.Lock()
-        self._num_touches = 0  # guarded by self._lock
+        self._num_touches = 0  # guarded by self._lock, as the one below
+        self._touch_era = 0  # moves on when a touch was slow: those that waited behind it are dropped
 
     def has(self, address: Address) -> bool:
         """Whether a tier that answers at once holds a record. No I/O; False for the others and while reads are held."""
@@ -110,7 +111,8 @@ class TierPort:
             if self._num_touches >= MAX_QUEUED_TOUCHES:
                 return
             self._num_touches += 1
-        self.write_executor.submit(functools.partial(self._touch, names, part))
+            era = self._touch_era
+        self.write_executor.submit(functools.partial(self._touch, names, part, era))
 
     def stats(self) -> dict[str, Any]:
         """The tier's entry of `GET /stats`, without hits."""
@@ -185,7 +187,13 @@ class TierPort:
         slow_s = self._limits.slow_s + nbytes / self._limits.floor_bytes_per_s
         return Outcome.SLOW if took_s > slow_s else Outcome.GOOD
 
-    def _touch(self, names: Sequence[BlockName], part: Part) -> None:
+    def _touch(self, names: Sequence[BlockName], part: Part, era: int) -> None:
         with self._lock:
             self._num_touches -= 1
+            if era != self._touch_era:
+                return
+        start_s = self._clock()
         self.tier.touch([Address(name.key, part) for name in names])
+        if self._clock() - start_s >= self._limits.slow_s / 2:  # a silent tier would let each of them wait as long
+            with self._lock:
+                self._touch_era += 1

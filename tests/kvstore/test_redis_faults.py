@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
+from pagetier.kvstore.executor import SeededExecutor
 from pagetier.kvstore.redis.faults import FaultSockets, FaultStream, SocketFault, SocketFaults
 from pagetier.kvstore.redis.simulated import SimulatedRedis, SimulatedSockets, seeded_refusals
 from pagetier.kvstore.redis.sockets import PlainStream
 from pagetier.kvstore.redis.tier import HOUSEKEEPING_S, RedisTier
+from pagetier.kvstore.store import TieredStore
 from pagetier.kvstore.tier import BlockRead, BlockWrite
 from tests.kvstore.rig import Clock
 from tests.kvstore.tier_contract import DOMAIN, PART, addresses, chain, payload_of
@@ -289,3 +292,26 @@ def test_a_late_fault_leaves_the_bytes_in_the_socket() -> None:
             stream.receive(memoryview(got), clock() + 1.0, whole=True)
         assert clock() == 1001.0 and not stream.is_quiet()
         assert stream.receive(memoryview(got), 1e12, whole=True) == 5 and got == b"reply"
+
+
+# -- below the store ---------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_server_does_not_hold_up_the_end() -> None:
+    """Whatever is queued for it, puts and touches: who waits behind a call that got no answer is dropped."""
+    world, names = World(), chain(200)
+    clock = world.clock
+    executor = SeededExecutor(3)
+    store = TieredStore(
+        [world.tier], part=PART, payload_bytes=PAYLOAD_BYTES, clock=clock, make_executor=executor.factory
+    )
+    world.server.freeze()
+    for first in range(0, 200, 10):
+        some = names[first : first + 10]
+        store.submit_put(some, [memoryview(payload(name)) for name in some])
+        store.touch(some)
+        store.touch(some[:5])
+    started_s = clock()
+    store.close()
+    assert clock() - started_s < 2 * StoreLimits().put_budget_s
+    assert not executor.num_waiting
