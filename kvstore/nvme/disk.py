@@ -69,16 +69,18 @@ class View(Protocol):
 class Disk:
     """The medium, its free room and its clock. `now_ns` moves only when someone sleeps or moves it.
 
-    capacity_bytes: None for no end. used_bytes: blocks of all files and folders.
+    capacity_bytes: None for no end. used_bytes: blocks of all files and folders. reuses_numbers: the inode number of a
+    removed file goes to the next one, as on most real disks.
     """
 
-    def __init__(self, *, seed: int = 0, capacity_bytes: int | None = None) -> None:
+    def __init__(self, *, seed: int = 0, capacity_bytes: int | None = None, reuses_numbers: bool = True) -> None:
         self.capacity_bytes = capacity_bytes
         self.now_ns = START_NS
         self.used_bytes = 0
         self._rng = random.Random(seed)
         self._num_inodes = 0
-        self._free_numbers: list[int] = []  # a real one gives a removed file's number to the next
+        self._reuses_numbers = reuses_numbers
+        self._free_numbers: list[int] = []
         self.root = self._new_inode(stat.S_IFDIR | 0o755)
         self.root.num_links = 1
         self.folders: dict[str, Inode] = {"/": self.root}
@@ -238,7 +240,7 @@ class Disk:
             inode.base = bytes(inode.data)
 
     def _new_inode(self, mode: int) -> Inode:
-        if self._free_numbers:
+        if self._free_numbers and self._reuses_numbers:
             number = self._free_numbers.pop()
         else:
             self._num_inodes = number = self._num_inodes + 1

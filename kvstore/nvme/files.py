@@ -120,6 +120,15 @@ def read_bytes(files: Files, fd: int, nbytes: int, offset: int) -> bytes:
     return bytes(buffer[: read_full(files, fd, [memoryview(buffer)], offset)])
 
 
+def sync_folder(files: Files, folder: Path) -> None:
+    """Bring the entries of a folder to the disk. Raises OSError."""
+    fd = files.open(folder, os.O_RDONLY)
+    try:
+        files.sync(fd)
+    finally:
+        files.close(fd)
+
+
 def close_quietly(files: Files, fd: int) -> None:
     """Close a descriptor whose errors nobody can act on."""
     with contextlib.suppress(OSError):

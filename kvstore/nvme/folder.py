@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagetier.kvstore.block import KEY_BYTES
-from pagetier.kvstore.nvme.files import Files, close_quietly, read_bytes, write_full
+from pagetier.kvstore.nvme.files import Files, close_quietly, read_bytes, sync_folder, write_full
 from pagetier.kvstore.nvme.segment import SUFFIX
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Folder:
         """Make PATH where it is missing and take the first NN that nobody writes. With 100 writers there already,
         `writer` stays None: this process then only reads.
         """
-        self._files.make_folder(self.path)
+        self._make_path()
         self._files.make_folder(self.path / "identities")
         for number in range(NUM_WRITERS):
             candidate = self.path / f"{number:02d}"
@@ -52,6 +52,20 @@ class Folder:
                     self._files.chmod(candidate, 0o700)
                 return
         log.warning("%s: all %d writers are taken; this process reads and does not store", self.path, NUM_WRITERS)
+
+    def _make_path(self) -> None:
+        """PATH and what lies above it, on the disk for good: a power cut would take all below a lost entry."""
+        new: list[Path] = []
+        for folder in (self.path, *self.path.parents):
+            try:
+                self._files.stat(folder)
+                break
+            except FileNotFoundError:
+                new.append(folder)
+        self._files.make_folder(self.path)
+        for folder in new:
+            with contextlib.suppress(OSError):  # above it we may not be allowed to
+                sync_folder(self._files, folder.parent)
 
     def detach(self) -> None:
         """Let go of our NN. Never raises."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.nvme.catalog import Catalog
-from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, read_full, write_full
+from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, read_full, sync_folder, write_full
 from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles, Segment
 from pagetier.kvstore.nvme.index import Place, RecordIndex
@@ -55,6 +55,7 @@ _MAX_RECORDS = 256  # of one write operation: three buffers each stay below IOV_
 _HOT_BYTES = 32 << 20  # most that is held in memory while hot records move to a new segment
 _MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TRIM_S = 1.0  # that a start waits for another process that makes room
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -122,6 +123,7 @@ class SegmentLog:
         self._open: Segment | None = None
         self._entries = Entries()  # of the open segment
         self._failures = 0  # in a row, of the open segment
+        self._last_number = 0  # in the name of a segment of ours
         self._headers = memoryview(mmap(-1, _MAX_RECORDS * PAGE_BYTES))
 
     def batch(self, records: Sequence[Pending]) -> int:
@@ -238,6 +240,17 @@ class SegmentLog:
         self._rewrite(hot, payload_bytes)
         return BlockStatus.OK
 
+    def trim(self) -> None:
+        """Evict while PATH takes more than its cap, as after a power cut that brought back what was evicted. For the
+        start, with no segment open. Raises OSError.
+        """
+        if self._folder.physical_bytes() <= self._settings.capacity_bytes:
+            return
+        with self._folder.room_lock(self._files.now_s() + _TRIM_S) as held, self._catalog.lock:
+            while held and self._folder.physical_bytes() > self._settings.capacity_bytes:
+                if not self._evict(0, []):
+                    return
+
     def _create(self, size: int, hot: list[Pending]) -> Segment:
         while True:
             try:
@@ -250,18 +263,22 @@ class SegmentLog:
         writer = self._folder.writer
         assert writer is not None, "no folder to write to"
         paths = self._folder.segment_paths(writer)
-        number = int(paths[-1].stem, 16) + 1 if paths else 1
+        created_ns = self._files.time_ns()
+        # Never a name that there was: a reader that still knows the old file by it would take the new one for it.
+        number = max(created_ns, self._last_number + 1, int(paths[-1].stem, 16) + 1 if paths else 1)
         path = writer / f"{number:016x}{SUFFIX}"
         partial = path.with_suffix(TEMPORARY)
         start = data_start(size)
         fd = self._files.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             self._files.allocate(fd, size)
-            write_full(self._files, fd, [pack_first_page(size, self._files.time_ns(), Commit(False, 0, start))], 0)
+            write_full(self._files, fd, [pack_first_page(size, created_ns, Commit(False, 0, start))], 0)
             inode = self._files.stat(fd).st_ino
             self._files.rename(partial, path)
+            self._last_number = number
             if self._settings.fsync != "none":
-                self._sync_folder(writer)
+                for folder in (writer, self._folder.path):  # the writer's folder may be as new as the segment
+                    sync_folder(self._files, folder)
         except OSError:
             with contextlib.suppress(OSError):
                 self._files.unlink(partial)
@@ -269,13 +286,6 @@ class SegmentLog:
         finally:
             close_quietly(self._files, fd)
         return self._catalog.adopt(path, size, inode, own=True, end=start, closed=False)
-
-    def _sync_folder(self, writer: Path) -> None:
-        fd = self._files.open(writer, os.O_RDONLY)
-        try:
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
 
     def _evict(self, room: int, hot: list[Pending]) -> bool:
         """Remove the coldest segment that may go, its hot records first copied into `hot`; False when there is none.
@@ -307,9 +317,12 @@ class SegmentLog:
             kept = self._hot_of(segment, budget)
             hot += kept
             self.evictions += self._catalog.drop(segment) - len(kept)
+        self._delete(path)
+        return True
+
+    def _delete(self, path: Path) -> None:
         self._files.truncate(path, 0)  # frees the blocks even while another process has the file open
         self._files.unlink(path)
-        return True
 
     def _hot_of(self, segment: Segment, max_bytes: int) -> list[Pending]:
         """Copies of the records worth keeping of a segment about to go: recently used, whole, and with a parent that
@@ -387,7 +400,7 @@ class SegmentLog:
             else:
                 with self._catalog.lock:
                     self._catalog.drop(segment)
-                    self._files.unlink(segment.path)
+                    self._delete(segment.path)
         except OSError as error:
             log.warning("%s could not be closed (%s); the next start recovers it", segment.path, error)
         return segment
@@ -438,7 +451,7 @@ class SegmentLog:
                 else:
                     with self._catalog.lock:
                         self._catalog.drop(segment)
-                        self._files.unlink(segment.path)
+                        self._delete(segment.path)
             except OSError as error:
                 log.warning("%s could not be recovered (%s)", segment.path, error)
 

@@ -104,6 +104,7 @@ class NvmeTier:
                 raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
             self._log.direct = self._reader.direct = direct
             self._log.recover(self._catalog.refresh())
+            self._log.trim()
             for domain, encoded in self._identities.items():
                 self._folder.put_identity(domain, encoded)
         except OSError as error:

@@ -1,0 +1,146 @@
+"""The NVMe tier on a disk that loses what was not synced: what it promised is there, and the cap holds again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.nvme.crash_fs import CrashFS
+from pagetier.kvstore.nvme.disk import BLOCK_BYTES, Disk
+from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.tier import BlockRead, BlockWrite
+from tests.kvstore.tier_contract import DOMAIN, PART, chain, payload_of
+
+PATH = Path("/var/cache/pagetier/nvme")  # nothing of it is there at first
+CAPACITY = 512 << 10
+SEGMENT = 96 << 10
+NO_DEADLINE_S = 1e6
+OK, MISS = BlockStatus.OK, BlockStatus.MISS
+
+
+def opened(disk: Disk, fsync: str = "segment") -> NvmeTier:
+    files = CrashFS(disk)
+    return NvmeTier(PATH, CAPACITY, DOMAIN, io="buffered", fsync=fsync, segment_bytes=SEGMENT, files=files, refresh_s=0)
+
+
+def put(tier: NvmeTier, seed: int, num_blocks: int = 6) -> list[BlockStatus]:
+    writes = [BlockWrite(name, PART, memoryview(payload_of(name))) for name in chain(num_blocks, seed)]
+    return tier.put(writes, NO_DEADLINE_S)
+
+
+def read(tier: NvmeTier, seed: int, num_blocks: int = 6) -> list[BlockStatus]:
+    """Statuses; whatever is OK holds its own bytes."""
+    names = chain(num_blocks, seed)
+    buffers = [bytearray(len(payload_of(name))) for name in names]
+    reads = [BlockRead(name, PART, memoryview(buffer)) for name, buffer in zip(names, buffers, strict=True)]
+    statuses = tier.get(reads, NO_DEADLINE_S)
+    for name, buffer, status in zip(names, buffers, statuses, strict=True):
+        assert status is not OK or buffer == payload_of(name)
+    return statuses
+
+
+def used_bytes(disk: Disk) -> int:
+    return disk.used_bytes - BLOCK_BYTES * (len(PATH.parts) - 1)  # less the folders above PATH
+
+
+@pytest.mark.parametrize("disk_seed", range(12))
+def test_always_means_that_what_was_answered_outlives_a_power_cut(disk_seed: int) -> None:
+    """The very first put too: all folders were made for it."""
+    disk = Disk(seed=disk_seed)
+    tier = opened(disk, fsync="always")
+    assert put(tier, 1) == [OK] * 6
+    assert put(tier, 2, 2) == [OK] * 2
+    disk.power_cut()
+    with opened(disk, fsync="always") as tier:
+        assert read(tier, 1) == [OK] * 6
+        assert read(tier, 2, 2) == [OK] * 2
+        tier.check()
+
+
+@pytest.mark.parametrize("disk_seed", range(12))
+def test_segment_means_that_a_power_cut_costs_the_open_segment(disk_seed: int) -> None:
+    disk = Disk(seed=disk_seed)
+    tier = opened(disk)
+    for seed in range(4):
+        put(tier, seed)
+    closed = {path for path in disk.paths_below(PATH) if path.suffix == ".seg"}
+    open_segment = max(closed)
+    kept = [
+        (seed, i)
+        for seed in range(4)
+        for i, name in enumerate(chain(6, seed))
+        for address, place in tier._index.places()
+        if address.startswith(name.key)
+        and (segment := tier._catalog.get(place.segment)) is not None
+        and segment.path != open_segment
+    ]
+    assert len(kept) > 6
+    disk.power_cut()
+    with opened(disk) as tier:
+        for seed, i in kept:
+            assert read(tier, seed)[i] is OK
+        tier.check()
+
+
+@pytest.mark.parametrize("fsync", ["none", "segment", "always"])
+@pytest.mark.parametrize("disk_seed", range(12))
+def test_after_a_power_cut_the_cap_holds_and_nothing_is_wrong(disk_seed: int, fsync: str) -> None:
+    """Segments that were evicted may come back with the power; the start evicts for them."""
+    disk = Disk(seed=disk_seed)
+    for round_ in range(3):
+        tiers = [opened(disk, fsync), opened(disk, fsync)]
+        assert used_bytes(disk) <= CAPACITY, "the start left more than the cap"
+        for seed in range(30):
+            put(tiers[seed // 7 % 2], 100 * round_ + seed)
+            assert used_bytes(disk) <= CAPACITY
+        tier = tiers[0]
+        tier.refresh()
+        for seed in range(100 * (round_ + 1)):
+            assert set(read(tier, seed)) <= {OK, MISS, BlockStatus.CORRUPT}
+        tier.check()
+        disk.power_cut()
+
+
+def test_an_empty_segment_gives_its_blocks_back_whoever_has_it_open() -> None:
+    disk = Disk()
+    writer = opened(disk)
+    put(writer, 1)
+    writer._log.roll(8192, NO_DEADLINE_S)
+    (empty,) = [s for s in writer._catalog.segments() if not s.closed]
+    reader = CrashFS(disk)
+    reader.open(empty.path, os.O_RDONLY)
+    before = disk.used_bytes
+    writer.close()
+    assert disk.used_bytes == before - SEGMENT
+    crashed = opened(disk)
+    crashed._log.roll(8192, NO_DEADLINE_S)
+    (empty,) = [s for s in crashed._catalog.segments() if not s.closed]
+    reader.open(empty.path, os.O_RDONLY)
+    before = disk.used_bytes
+    crashed._files.kill()  # type: ignore[attr-defined]
+    opened(disk).close()
+    assert disk.used_bytes == before - SEGMENT
+
+
+def test_a_reader_never_takes_a_new_segment_for_the_old_one_of_its_name() -> None:
+    """Disks give the inode number of a removed file to the next one; names were given anew, too."""
+    disk = Disk(reuses_numbers=True)
+    reader = opened(disk)  # takes 00; the writer below takes 01
+    writer = opened(disk)
+    put(writer, 1)
+    writer._log.close_open()
+    reader.refresh()  # it knows the records now, and has no descriptor of their file
+    (old,) = [path for path in disk.paths_below(PATH / "01") if path.suffix == ".seg"]
+    old_number = disk.at(str(old)).number
+    assert writer._log._evict(0, [])
+    put(writer, 2)
+    (new,) = [path for path in disk.paths_below(PATH / "01") if path.suffix == ".seg"]
+    assert disk.at(str(new)).number == old_number and new > old
+    assert set(read(reader, 1)) == {MISS}
+    reader.refresh()
+    assert read(reader, 2) == [OK] * 6
+    assert read(writer, 2) == [OK] * 6
+    assert writer.counters().corrupt == reader.counters().corrupt == 0
