@@ -374,7 +374,7 @@ class Node:
         hint = "; a node of a Cluster is reached by redis+cluster://" if reply.code in ("MOVED", "ASK") else ""
         self._account.error_reply(reply.code)
         self._account.failed(self.server, direction, 1, reply.code, f"{reply}{hint}")
-        return BlockStatus.DROPPED if reply.code == "OOM" else BlockStatus.ERROR
+        return BlockStatus.DROPPED if direction == WRITING and reply.code == "OOM" else BlockStatus.ERROR
 
     def _failed(self, direction: str, fault: Exception, num_blocks: int) -> BlockStatus:
         """The status of `num_blocks` that were to be answered when `fault` ended the connection."""

@@ -6,6 +6,7 @@ and Redis-Sentinel-Url share: `redis+sentinel://user:password@host:port,host:por
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -64,6 +65,7 @@ class RedisUrl:
     sentinel_login: Login = Login()
 
 
+@functools.cache
 def parse_redis_url(url: str) -> RedisUrl:
     """Raises ConfigError, which never repeats the URL: it may hold a password."""
     match = _SEVERAL.fullmatch(url)

@@ -16,7 +16,7 @@ from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.executor import SeededExecutor
 from pagetier.kvstore.redis.faults import FaultSockets, FaultStream, SocketFault, SocketFaults
-from pagetier.kvstore.redis.simulated import SimulatedRedis, SimulatedSockets, seeded_refusals
+from pagetier.kvstore.redis.simulated import ERROR_REPLIES, SimulatedRedis, SimulatedSockets, seeded_refusals
 from pagetier.kvstore.redis.sockets import PlainStream
 from pagetier.kvstore.redis.tier import HOUSEKEEPING_S, RedisTier
 from pagetier.kvstore.store import TieredStore
@@ -315,3 +315,12 @@ def test_a_frozen_server_does_not_hold_up_the_end() -> None:
     store.close()
     assert clock() - started_s < 2 * StoreLimits().put_budget_s
     assert not executor.num_waiting
+
+
+@pytest.mark.parametrize("code", sorted(ERROR_REPLIES))
+def test_no_reply_to_a_read_gives_a_status_of_a_put(code: str) -> None:
+    """OOM is a dropped put; to a read it says nothing that a server means, and is an error like others."""
+    world, names = World(), chain(2)
+    assert world.put(names) == [OK, OK]
+    world.server.refuse = lambda command: ERROR_REPLIES[code] if command[0].upper() == b"GET" else None
+    assert set(world.get(names)) <= {OK, MISS, CORRUPT, TIMEOUT, ERROR}
