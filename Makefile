@@ -6,6 +6,7 @@ HOST  ?= 127.0.0.1
 PORT  ?= 8000
 TIERS ?= nvme,redis
 ARGS  ?=
+SEEDS ?= 20000
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -18,7 +19,7 @@ MODEL_READY  := $(VENV)/.ready-model-$(KEY)
 # The dev set contains the engine set.
 SERVE_READY  := $(if $(wildcard $(DEV_READY)),$(DEV_READY),$(ENGINE_READY))
 
-.PHONY: help serve test lint wheel-test setup clean
+.PHONY: help serve test lint sim wheel-test setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "                  MODEL=smollm2|org/name|PATH  PORT=8000  HOST=127.0.0.1  TIERS=nvme,redis  ARGS='--more-flags'"
 	@echo "make test         set up, then run the tests           ARGS='tests/kvstore -x'"
 	@echo "make lint         ruff check, ruff format --check, mypy --strict"
+	@echo "make sim          simulate the whole store          SEEDS=20000"
 	@echo "make wheel-test   build the wheel and try it in clean environments"
 	@echo "make setup        only what make test sets up"
 	@echo "make clean        remove the virtual environment, caches and build outputs (not the model and KV cache folder)"
@@ -48,6 +50,9 @@ lint: $(DEV_READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+sim: $(DEV_READY)
+	$(VENV)/bin/pagetier bench sim --seeds $(SEEDS) --no-keep
 
 wheel-test: $(DEV_READY) $(MODEL_READY)
 	.ci/wheel-test $(PY)

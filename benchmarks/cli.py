@@ -32,6 +32,7 @@ class Bench:
     claim: str
     module: str
     full_minutes: float
+    has_seeds: bool = False
 
     def run(self, full: bool, say: Say, part: str = "") -> Sequence[Row]:
         module = self._loaded()
@@ -45,6 +46,16 @@ class Bench:
             )
         run_part: Callable[[str, bool, Say], Sequence[Row]] = module.run_part
         return run_part(part, full, say)
+
+    def run_seeds(self, num_seeds: int, say: Say) -> Sequence[Row]:
+        """Of a benchmark that has seeds: that many."""
+        run: Callable[[int, Say], Sequence[Row]] = self._loaded().run_seeds
+        return run(num_seeds, say)
+
+    def run_seed(self, seed: int, say: Say) -> Sequence[Row]:
+        """Of a benchmark that has seeds: this one again."""
+        run: Callable[[int, Say], Sequence[Row]] = self._loaded().run_seed
+        return run(seed, say)
 
     def draw(self, report: Report, folder: Path) -> Path:
         """The picture of a report: the module's own `draw` where it has one, else bars by unit."""
@@ -81,6 +92,12 @@ BENCHES = {
         "pagetier.benchmarks.spine",
         full_minutes=8,
     ),
+    "sim": Bench(
+        "whatever is interleaved, crashes or fails, the store never lies, leaks or takes more than its cap",
+        "pagetier.benchmarks.sim",
+        full_minutes=20,
+        has_seeds=True,
+    ),
     "runner": Bench(
         "the torch runner alone prefills and decodes no slower than transformers' forward in the same dtype",
         "pagetier.benchmarks.runner_speed",
@@ -97,11 +114,16 @@ class Options:
     as_json: bool = False
     plot: Path | None = None
     part: str = ""
+    num_seeds: int | None = None
+    seed: int | None = None
+    keep: bool = True
 
     def argv(self, name: str) -> list[str]:
         """The arguments that make the same run again."""
         argv = ["bench", name, "--full" if self.full else "--quick"]
         argv += ["--only", self.part] if self.part else []
+        argv += ["--seeds", str(self.num_seeds)] if self.num_seeds is not None else []
+        argv += ["--seed", str(self.seed)] if self.seed is not None else []
         argv += ["--json"] if self.as_json else []
         return [*argv, "--plot", str(self.plot)] if self.plot is not None else argv
 
@@ -113,11 +135,17 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this folder (PNG).")] = None,
     only: Annotated[str, typer.Option("--only", help="One part alone; cpu: own, vllm, transformers, llama_cpp.")] = "",
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="`sim`: how many seeds to play.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="`sim`: play this seed again.")] = None,
+    keep: Annotated[bool, typer.Option(help="Append the rows below benchmarks/results.")] = True,
 ) -> None:
     """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; give one")
-    exit_code = execute(name, BENCHES, Options(full, as_json, plot, only), results_folder())
+    if seeds is not None and seed is not None:
+        raise ConfigError("--seeds and --seed exclude each other; give one")
+    options = Options(full, as_json, plot, only, seeds, seed, keep)
+    exit_code = execute(name, BENCHES, options, results_folder())
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -130,19 +158,30 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
         require_matplotlib()
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = benches[name]
+    if not chosen.has_seeds and (options.num_seeds is not None or options.seed is not None):
+        raise ConfigError(f"{name} has no seeds; leave out --seeds and --seed")
     stderr.print(f"{name}: {chosen.claim}")
-    if options.full and not options.part:
-        stderr.print(f"about {chosen.full_minutes:g} minutes on two cores")
-    report = stamped(name, chosen.run(options.full, stderr.print, options.part), options.argv(name))
-    kept = report.append_csv(results)
+    report = stamped(name, _rows(chosen, options, stderr.print), options.argv(name))
+    kept = report.append_csv(results) if options.keep else None
     if options.as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         print_report(report, Console())
-    stderr.print(f"appended to {kept}")
+    if kept is not None:
+        stderr.print(f"appended to {kept}")
     if options.plot is not None:
         stderr.print(f"drawn to {chosen.draw(report, options.plot)}")
     return report.exit_code
+
+
+def _rows(chosen: Bench, options: Options, say: Say) -> Sequence[Row]:
+    if options.num_seeds is not None:
+        return chosen.run_seeds(options.num_seeds, say)
+    if options.seed is not None:
+        return chosen.run_seed(options.seed, say)
+    if options.full and not options.part:
+        say(f"about {chosen.full_minutes:g} minutes on two cores")
+    return chosen.run(options.full, say, options.part)
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -1,0 +1,1 @@
+"""A deterministic simulation of the whole store: several processes, one disk, one Redis, one clock, one scheduler."""

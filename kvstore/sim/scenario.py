@@ -1,0 +1,88 @@
+"""What happens in a run: settings and a list of events, all drawn from one seed. Data only.
+
+Every event carries a seed of its own for what it draws, so that leaving out some changes the others little: that is
+what makes a failing run shrink.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+MIN_EVENTS, MAX_EVENTS = 32, 46
+FSYNC = ("none", "segment", "segment", "always")
+SEGMENT_BYTES = (40 << 10, 64 << 10, 64 << 10)  # three and six records
+
+# What clients do, in every run.
+CLIENT = {
+    "put": 24,
+    "request": 20,
+    "lookup": 6,
+    "load": 8,
+    "release": 6,
+    "touch": 4,
+    "work": 22,
+    "poll": 4,
+    "wait": 3,
+    "start": 2,
+    "restart": 2,
+    "update_weights": 2,
+}
+CRASHES = {"kill": 7, "power_cut": 5, "start": 4}
+FILE_FAULTS = {"file_faults": 6, "disk_full": 2, "vanish": 1, "well": 4, "wait": 4}
+REDIS_FAULTS = {"redis_faults": 4, "redis_stops": 3, "redis_restarts": 2, "redis_refuses": 3, "well": 4, "wait": 4}
+MALICE = {"load_stale": 3, "forge": 3, "flip": 3, "remove_tree": 1}
+PROFILES = (
+    {},
+    CRASHES,
+    FILE_FAULTS,
+    REDIS_FAULTS,
+    CRASHES | FILE_FAULTS,
+    CRASHES | MALICE,
+    CRASHES | FILE_FAULTS | REDIS_FAULTS | MALICE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """seed: of the disk and the server. reuses_inodes: a removed file's number goes to the next one."""
+
+    seed: int
+    fsync: str
+    segment_bytes: int
+    has_host: bool
+    has_redis: bool
+    max_processes: int
+    reuses_inodes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """kind: names a method of `events.Events`."""
+
+    kind: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    settings: Settings
+    events: tuple[Event, ...]
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    profile = PROFILES[rng.randrange(len(PROFILES))]
+    settings = Settings(
+        seed=seed,
+        fsync=rng.choice(FSYNC),
+        segment_bytes=rng.choice(SEGMENT_BYTES),
+        has_host=rng.random() < 0.3,
+        has_redis=rng.random() < 0.4 or "redis_faults" in profile,
+        max_processes=rng.choice((1, 2, 2)),
+        reuses_inodes=rng.random() < 0.5,
+    )
+    weights = {kind: CLIENT.get(kind, 0) + profile.get(kind, 0) for kind in CLIENT | profile}
+    kinds = rng.choices(list(weights), list(weights.values()), k=rng.randint(MIN_EVENTS, MAX_EVENTS))
+    return Scenario(settings, tuple(Event(kind, rng.getrandbits(48)) for kind in kinds))
