@@ -32,7 +32,6 @@ class Bench:
     claim: str
     module: str
     full_minutes: float
-    has_seeds: bool = False
 
     def run(self, full: bool, say: Say, part: str = "") -> Sequence[Row]:
         module = self._loaded()
@@ -49,13 +48,17 @@ class Bench:
 
     def run_seeds(self, num_seeds: int, say: Say) -> Sequence[Row]:
         """Of a benchmark that has seeds: that many."""
-        run: Callable[[int, Say], Sequence[Row]] = self._loaded().run_seeds
-        return run(num_seeds, say)
+        return self._seeded("--seeds", "run_seeds")(num_seeds, say)
 
     def run_seed(self, seed: int, say: Say) -> Sequence[Row]:
         """Of a benchmark that has seeds: this one again."""
-        run: Callable[[int, Say], Sequence[Row]] = self._loaded().run_seed
-        return run(seed, say)
+        return self._seeded("--seed", "run_seed")(seed, say)
+
+    def _seeded(self, flag: str, function: str) -> Callable[[int, Say], Sequence[Row]]:
+        found: Callable[[int, Say], Sequence[Row]] | None = getattr(self._loaded(), function, None)
+        if found is None:
+            raise ConfigError(f"{flag}: this benchmark has no seeds; sim has")
+        return found
 
     def draw(self, report: Report, folder: Path) -> Path:
         """The picture of a report: the module's own `draw` where it has one, else bars by unit."""
@@ -96,7 +99,6 @@ BENCHES = {
         "whatever is interleaved, crashes or fails, the store never lies, leaks or takes more than its cap",
         "pagetier.benchmarks.sim",
         full_minutes=20,
-        has_seeds=True,
     ),
     "runner": Bench(
         "the torch runner alone prefills and decodes no slower than transformers' forward in the same dtype",
@@ -158,8 +160,6 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
         require_matplotlib()
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = benches[name]
-    if not chosen.has_seeds and (options.num_seeds is not None or options.seed is not None):
-        raise ConfigError(f"{name} has no seeds; leave out --seeds and --seed")
     stderr.print(f"{name}: {chosen.claim}")
     report = stamped(name, _rows(chosen, options, stderr.print), options.argv(name))
     kept = report.append_csv(results) if options.keep else None

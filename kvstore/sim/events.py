@@ -216,6 +216,7 @@ class Events:
     def remove_tree(self) -> None:
         """Somebody cleans up below the tier's feet."""
         if str(PATH) in self.machine.disk.folders:
+            self.machine.is_removed = True
             folders = [folder for folder in self.machine.disk.folders if folder.startswith(str(PATH))]
             self.machine.disk.remove_tree(PATH.joinpath(self.rng.choice(sorted(folders))))
 
@@ -276,6 +277,11 @@ class Events:
         for process in list(self.processes):
             self._drain(process)
             self._close(process)
+
+    def close(self) -> None:
+        """Give back the real memory of whoever is left after a finding."""
+        for process in self.processes:
+            process.give_back_memory()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -379,6 +385,7 @@ class Events:
         """Processes that were killed leave; what they offered is still on the disk."""
         for process in [process for process in self.processes if process.fs.is_killed]:
             process.is_dead = True
+            process.give_back_memory()
             self.machine.scheduler.forget(process)
             self.processes.remove(process)
 

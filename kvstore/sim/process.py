@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,6 +181,12 @@ class Process:
         if lost and not self.machine.may_be_corrupt("nvme"):
             self.machine.violate(f"{len(lost)} records were offered by a process and are not on the disk at its death")
         self.fs.kill()
+
+    def give_back_memory(self) -> None:
+        """The host tier's memory is real: the death of a simulated process does not free it."""
+        if self.host is not None:
+            with suppress(BufferError):  # a task that never ends holds a view
+                self.host.close()
 
     def poll(self) -> None:
         for completion in self.store.poll():

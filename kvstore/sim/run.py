@@ -65,6 +65,7 @@ def play(scenario: Scenario, assembly: Assembly | None = None) -> Played:
             if what is not None:
                 finding = Finding(what, scenario, rank)
                 break
+        events.close()
     return Played(finding, rank, machine.num_operations, machine.disk.now_ns)
 
 

@@ -32,7 +32,7 @@ CRASHES = {"kill": 7, "power_cut": 5, "start": 4}
 FILE_FAULTS = {"file_faults": 6, "disk_full": 2, "vanish": 1, "well": 4, "wait": 4}
 REDIS_FAULTS = {"redis_faults": 4, "redis_stops": 3, "redis_restarts": 2, "redis_refuses": 3, "well": 4, "wait": 4}
 MALICE = {"load_stale": 3, "forge": 3, "flip": 3, "remove_tree": 1}
-PROFILES = (
+PROFILES: tuple[dict[str, int], ...] = (
     {},
     CRASHES,
     FILE_FAULTS,

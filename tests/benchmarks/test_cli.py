@@ -94,3 +94,28 @@ def test_missing_library_names_the_extra() -> None:
 @pytest.mark.parametrize("name", sorted(BENCHES))
 def test_every_benchmark_can_be_run_by_name(name: str) -> None:
     assert callable(importlib.import_module(BENCHES[name].module).run)
+
+
+def test_seeds_are_for_the_benchmark_that_has_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--seeds and --seed"):
+        bench("sim", seeds=3, seed=1)
+    with pytest.raises(ConfigError, match="has no seeds"):
+        execute("limits", BENCHES, Options(num_seeds=3), tmp_path)
+
+
+def test_a_seed_is_played_again_and_not_kept_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute("sim", BENCHES, Options(as_json=True, seed=7, keep=False), tmp_path) == 0
+    out, _ = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["command"] == "pagetier bench sim --quick --seed 7 --json"
+    assert [row["name"] for row in answer["rows"]] == ["violations", "events_per_seed", "operations_per_seed"]
+    assert answer["rows"][0]["value"] == 0 and answer["rows"][1]["value"] > 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_few_seeds_give_the_rows_that_many_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute("sim", BENCHES, Options(as_json=True, num_seeds=3), tmp_path) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["violations"]["target"] == "== 0" and rows["violations"]["runs"] == 3
+    assert rows["seeds_per_s"]["value"] > 0
+    assert (tmp_path / "sim.csv").is_file()
