@@ -21,12 +21,14 @@ class Killed(BaseException):
 
 class CrashFS(Files):
     """`Files` over a `Disk`, for one process. `on_operation` is called with its name before each operation: the place
-    to let others run, or to `kill` the process and raise.
+    to let others run, or to `kill` the process and raise. dies_after: within a write: how much of it is still done,
+    before the process is killed.
     """
 
     def __init__(self, disk: Disk | None = None) -> None:
         self.disk = Disk() if disk is None else disk
         self.on_operation: Callable[[str], None] | None = None
+        self.dies_after: int | None = None
         self.is_killed = False
         self._open: dict[int, OpenFile] = {}
         self._next_fd = FIRST_FD
@@ -93,6 +95,10 @@ class CrashFS(Files):
         if not file.flags & (os.O_WRONLY | os.O_RDWR):
             raise os_error(errno.EBADF)
         data = b"".join(buffers)
+        if self.dies_after is not None:
+            self.disk.write(file.inode, data[: self.dies_after], offset)
+            self.kill()
+            raise Killed("pwritev")
         self.disk.write(file.inode, data, offset)
         return len(data)
 

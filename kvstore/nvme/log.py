@@ -73,7 +73,7 @@ class LogSettings:
     @property
     def slack_bytes(self) -> int:
         """Kept free for what grows between two acts of making room: identities, folders, file system metadata."""
-        return min(128 << 10, round_up(self.capacity_bytes // 64))
+        return min(128 << 10, max(16 << 10, round_up(self.capacity_bytes // 64)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -356,7 +356,7 @@ class Events:
         for process in self.processes:
             process.files.well()
             process.faults.rate = process.faults.delay_s = 0.0
-            process.kill_in = None
+            process.kill_in = process.fs.dies_after = None
         if machine.redis is not None:
             machine.redis.refuse = lambda command: None
             machine.redis.thaw()
@@ -372,7 +372,6 @@ class Events:
             is_between = not process.num_running or machine.settings.fsync == "always"
             if machine.settings.fsync != "none" and process.number not in self._ever_faulty and is_between:
                 kept |= promised(process.nvme, disk, only_synced=True)
-        kept &= whole_records(disk, str(PATH))
         for process in self.processes:
             process.fs.kill()
         disk.power_cut()

@@ -54,7 +54,7 @@ def _is_whole(data: bytearray, offset: int, payload_bytes: int) -> bool:
 def promised(nvme: NvmeTier, disk: Disk, *, only_synced: bool = False) -> set[bytes]:
     """Addresses of the records that a tier offers from segments of its own, as far as nobody took these away.
 
-    only_synced: those alone that `fsync` says a power cut leaves.
+    only_synced: those alone that `fsync` says a power cut leaves, and that an earlier one has not torn.
     """
     log, found = nvme._log, set[bytes]()
     for address, place in nvme._index.places():
@@ -67,6 +67,8 @@ def promised(nvme: NvmeTier, disk: Disk, *, only_synced: bool = False) -> set[by
             inode = disk.at(str(segment.path))
         except FileNotFoundError:
             continue
-        if inode.number == segment.inode and len(inode.data) >= place.end:
+        is_there = inode.number == segment.inode and len(inode.data) >= place.end
+        is_there = is_there and inode.data[erased_at(place.page)] == LIVE  # another process may have condemned it
+        if is_there and (not only_synced or _is_whole(inode.data, place.offset, place.payload_bytes)):
             found.add(address)
     return found

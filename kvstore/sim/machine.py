@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pagetier.kvstore.nvme.crash_fs import CrashFS, Killed
-from pagetier.kvstore.nvme.disk import BLOCK_BYTES, START_NS, Disk
+from pagetier.kvstore.nvme.disk import BLOCK_BYTES, SECTOR_BYTES, START_NS, Disk
 from pagetier.kvstore.redis.simulated import SimulatedRedis
 from pagetier.kvstore.sim.scenario import Settings
 from pagetier.kvstore.sim.scheduler import Scheduler
 
 REDIS_BYTES = 60_000  # some 30 records
+TORN_SECTORS = (0, 1, 8, 8, 9, 10, 16, 24, 25)  # of a write that a kill cuts: headers take eight, payloads three
 STEPS_NS = (0, 20_000, 200_000, 5_000_000)  # what one operation takes
 
 
@@ -81,7 +82,9 @@ class Machine:
                 self.cut_power()
         elif owner.kill_in is not None:
             owner.kill_in -= 1
-            if owner.kill_in <= 0:
+            if owner.kill_in <= 0 and op == "pwritev" and self.rng.random() < 0.7:
+                owner.fs.dies_after = self.rng.choice(TORN_SECTORS) * SECTOR_BYTES
+            elif owner.kill_in <= 0:
                 owner.kill()
         self.scheduler.let_others_run()
         if owner.fs.is_killed:

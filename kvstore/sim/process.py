@@ -119,7 +119,8 @@ class Process:
         if machine.redis is not None:
             sockets = SimulatedSockets({"sim:6379": machine.redis}, machine.now_s, self._sleep)
             self.redis = assembly.redis(FaultSockets(sockets, self.faults), version)
-        tiers: list[Tier | None] = [self.host, self.nvme, self.redis]
+        below: list[Tier | None] = [self.redis, self.nvme] if settings.is_redis_first else [self.nvme, self.redis]
+        tiers = [self.host, *below]
         self.store = assembly.store(self, [tier for tier in tiers if tier is not None])
         machine.scheduler.add(self, self.turn)
         self._is_refreshing = False

@@ -119,7 +119,7 @@ def _cut(finding: Finding) -> Finding:
 
 def _kind(what: str) -> str:
     """What is the same in all findings of one bug, more or less."""
-    return "".join(letter for letter in what if not letter.isdigit())
+    return "".join(letter for letter in what.partition(",")[0] if not letter.isdigit())
 
 
 class _Errors(logging.Handler):

@@ -28,14 +28,18 @@ CLIENT = {
     "restart": 2,
     "update_weights": 2,
 }
-CRASHES = {"kill": 7, "power_cut": 5, "start": 4}
+KILLS = {"kill": 10, "start": 4}
+CRASHES = {"kill": 5, "power_cut": 6, "start": 4}
 FILE_FAULTS = {"file_faults": 6, "disk_full": 2, "vanish": 1, "well": 4, "wait": 4}
-REDIS_FAULTS = {"redis_faults": 4, "redis_stops": 3, "redis_restarts": 2, "redis_refuses": 3, "well": 4, "wait": 4}
+REDIS_STOPS = {"redis_stops": 6, "redis_restarts": 2, "redis_refuses": 2, "well": 6, "wait": 4}
+REDIS_FAULTS = REDIS_STOPS | {"redis_faults": 4}
 MALICE = {"load_stale": 3, "forge": 3, "flip": 3, "remove_tree": 1}
 PROFILES: tuple[dict[str, int], ...] = (
     {},
+    KILLS,
     CRASHES,
     FILE_FAULTS,
+    REDIS_STOPS,
     REDIS_FAULTS,
     CRASHES | FILE_FAULTS,
     CRASHES | MALICE,
@@ -45,13 +49,16 @@ PROFILES: tuple[dict[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """seed: of the disk and the server. reuses_inodes: a removed file's number goes to the next one."""
+    """seed: of the disk and the server. is_redis_first: Redis stands above NVMe in the hierarchy. reuses_inodes: a
+    removed file's number goes to the next one.
+    """
 
     seed: int
     fsync: str
     segment_bytes: int
     has_host: bool
     has_redis: bool
+    is_redis_first: bool
     max_processes: int
     reuses_inodes: bool
 
@@ -79,7 +86,8 @@ def draw(seed: int) -> Scenario:
         fsync=rng.choice(FSYNC),
         segment_bytes=rng.choice(SEGMENT_BYTES),
         has_host=rng.random() < 0.3,
-        has_redis=rng.random() < 0.4 or "redis_faults" in profile,
+        has_redis=rng.random() < 0.4 or "redis_stops" in profile,
+        is_redis_first=rng.random() < 0.4,
         max_processes=rng.choice((1, 2, 2)),
         reuses_inodes=rng.random() < 0.5,
     )

@@ -98,6 +98,16 @@ def test_a_kill_loses_nothing_but_the_process(seed: int) -> None:
         assert after.lock(after.open(path, os.O_RDONLY)), "a lock outlived its process"
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 700, 5000])
+def test_a_kill_within_a_write_leaves_its_front(nbytes: int) -> None:
+    files = CrashFS()
+    fd = files.open(Path("/f"), os.O_RDWR | os.O_CREAT)
+    files.dies_after = nbytes
+    with pytest.raises(Killed):
+        files.pwritev(fd, [b"a" * 1000, b"b" * 1000], 0)
+    assert bytes(files.disk.at("/f").data) == (b"a" * 1000 + b"b" * 1000)[:nbytes] and files.is_killed
+
+
 @given(seed=SEEDS, disk_seed=st.integers(0, 99))
 def test_a_power_cut_repeats_itself(seed: int, disk_seed: int) -> None:
     images = []

@@ -79,5 +79,5 @@ def test_a_finding_shrinks_and_is_still_one() -> None:
     assert finding is not None
     small = shrink(finding, mutant)
     assert play(small.scenario, mutant).finding is not None
-    assert len(small.scenario.events) <= 5 < len(finding.scenario.events)
+    assert len(small.scenario.events) <= 10 < len(finding.scenario.events)
     assert small.lines()[0].startswith(f"seed {finding.seed}: ")
