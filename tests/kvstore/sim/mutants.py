@@ -143,9 +143,11 @@ class TrustTornHeaders(Assembly):
         def _take(self, path: Path, loaded: LoadedSegment) -> tuple[Segment, LoadedSegment] | None:
             if loaded.commit is not None and not loaded.commit.closed:
                 fd = self._files.open(path, 0)
-                start = data_start(loaded.size)
-                loaded.entries, loaded.end = walk_headers(self._files, fd, start, loaded.stat.st_size)
-                self._files.close(fd)
+                try:
+                    start = data_start(loaded.size)
+                    loaded.entries, loaded.end = walk_headers(self._files, fd, start, loaded.stat.st_size)
+                finally:
+                    self._files.close(fd)
             return super()._take(path, loaded)
 
     def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:

@@ -58,8 +58,20 @@ def test_a_seed_replays_exactly_in_any_process() -> None:
     assert outputs[0][39].split()[:3] == [str(played.num_events), str(played.num_operations), str(played.now_ns)]
 
 
+# Where each was found last, tried first: a change of what seeds mean only costs time.
+LAST_FOUND = {
+    "recovery trusts headers behind the commit mark": 1527,
+    "reuse a timed-out connection": 1917,
+    "a load that ran out of time counts as quiesced": 288,
+    "skip the checksum": 191,
+    "skip the domain comparison": 175,
+    "skip the token comparison": 133,
+    "commit block before the bytes": 46,
+}
+
+
 def first_found(mutant: Assembly) -> int:
-    for seed in range(MUTANT_SEEDS):
+    for seed in (LAST_FOUND.get(mutant.name, 0), *range(MUTANT_SEEDS)):
         if play_seed(seed, mutant).finding is not None:
             return seed
     raise AssertionError(f"{mutant.name}: not found within {MUTANT_SEEDS} seeds")
