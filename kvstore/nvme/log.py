@@ -56,6 +56,7 @@ _HOT_BYTES = 32 << 20  # most that is held in memory while hot records move to a
 _MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TRIM_S = 1.0  # that a start waits for another process that makes room
+_MAX_LEFT_UNSYNCED = 2  # a process syncs a segment while it fills the next one
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -235,7 +236,7 @@ class SegmentLog:
                 while self._folder.physical_bytes() > limit:
                     if not self._evict(size, hot):
                         return BlockStatus.DROPPED
-                self._open = self._create(size, hot)
+                self._open = self._create(size, hot, limit)
         self._entries = Entries()
         self._rewrite(hot, payload_bytes)
         return BlockStatus.OK
@@ -251,12 +252,15 @@ class SegmentLog:
                 if not self._evict(0, []):
                     return
 
-    def _create(self, size: int, hot: list[Pending]) -> Segment:
+    def _create(self, size: int, hot: list[Pending], limit: int) -> Segment:
         while True:
             try:
                 return self._create_once(size)
             except OSError as error:
                 if error.errno not in _FULL or not self._evict(size, hot):
+                    raise
+                self._folder.sweep()
+                if self._folder.physical_bytes() > limit:  # the failed one is still there
                     raise
 
     def _create_once(self, size: int) -> Segment:
@@ -442,7 +446,7 @@ class SegmentLog:
                     log.warning("%s could not be synced (%s); a power cut may cost its records", segment.path, error)
 
     def recover(self, found: Sequence[tuple[Segment, LoadedSegment]]) -> None:
-        """Close segments of our NN that a crash left open. Never raises."""
+        """Close segments of our NN that a crash left open, and sync what it may have left. Never raises."""
         for segment, loaded in found:
             try:
                 if len(loaded.entries):
@@ -454,6 +458,17 @@ class SegmentLog:
                         self._delete(segment.path)
             except OSError as error:
                 log.warning("%s could not be recovered (%s)", segment.path, error)
+        self._sync_last()
+
+    def _sync_last(self) -> None:
+        """Who wrote here before us may have been killed between closing a segment and bringing it to the disk."""
+        if self._settings.fsync != "none":
+            closed = [segment for segment in self._catalog.segments() if segment.own and segment.closed]
+            self._unsynced.extend(sorted(closed, key=lambda segment: segment.path)[-_MAX_LEFT_UNSYNCED:])
+            if self.sync_later is None:
+                self.sync_closed()
+            else:
+                self.sync_later()
 
 
 def _is_head(record: Pending) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagetier.kvstore.block import BlockStatus
-from pagetier.kvstore.nvme.crash_fs import CrashFS
+from pagetier.kvstore.nvme.crash_fs import CrashFS, Killed
 from pagetier.kvstore.nvme.disk import BLOCK_BYTES, Disk
+from pagetier.kvstore.nvme.fault_fs import FaultFS, os_error
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite
 from tests.kvstore.tier_contract import DOMAIN, PART, chain, payload_of
@@ -102,6 +105,59 @@ def test_after_a_power_cut_the_cap_holds_and_nothing_is_wrong(disk_seed: int, fs
             assert set(read(tier, seed)) <= {OK, MISS, BlockStatus.CORRUPT}
         tier.check()
         disk.power_cut()
+
+
+@pytest.mark.parametrize("disk_seed", range(8))
+def test_a_kill_before_the_sync_of_a_closed_segment_is_made_good_by_the_next_start(disk_seed: int) -> None:
+    disk = Disk(seed=disk_seed)
+    tier = opened(disk)
+    put(tier, 1)
+    files = tier._files
+    assert isinstance(files, CrashFS)
+
+    def kill_at_sync(op: str) -> None:
+        if op == "sync":
+            files.kill()
+            raise Killed(op)
+
+    files.on_operation = kill_at_sync
+    with pytest.raises(Killed):
+        tier.close()
+    opened(disk)  # and no more than that
+    disk.power_cut()
+    with opened(disk) as tier:
+        assert read(tier, 1) == [OK] * 6
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_what_a_failed_creation_leaves_is_counted(nth: int) -> None:
+    """The disk refuses the name of the new segment, and then to remove what was made for it."""
+    disk = Disk()
+    crash_fs = CrashFS(disk)
+    files = FaultFS(crash_fs)
+    tier = NvmeTier(PATH, CAPACITY, DOMAIN, io="buffered", segment_bytes=SEGMENT, files=files, refresh_s=0)
+    for seed in range(20):
+        put(tier, seed, 2)
+        tier._log.close_open()  # small ones: to evict one makes little room
+    is_failing = False
+
+    def rule(op: str, target: Any, calls: int) -> OSError | None:
+        nonlocal is_failing
+        is_failing |= op == "rename" and calls == nth
+        refused = op == "rename" or (op == "unlink" and str(target).endswith(".tmp"))
+        return os_error(errno.ENOSPC) if is_failing and refused else None
+
+    def check(op: str) -> None:
+        disk.now_ns += 1000  # so that the next attempt has another name
+        assert used_bytes(disk) <= CAPACITY, f"over the cap at {op}"
+
+    files.calls.clear()
+    files.rule, crash_fs.on_operation = rule, check
+    for seed in range(20, 26):
+        put(tier, seed)
+    files.well()
+    assert put(tier, 30) == [OK] * 6
+    tier.check()
 
 
 def test_an_empty_segment_gives_its_blocks_back_whoever_has_it_open() -> None:
