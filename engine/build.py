@@ -71,6 +71,7 @@ class ServeConfig:
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
+    preemption_mode: str = "hybrid"
     kv_cache_memory: int = 2 * GIB
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -233,6 +234,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
         pipeline_depth=config.pipeline_depth,
         max_num_queued_reqs=config.max_num_queued_reqs,
         scheduling_policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
         seed=config.seed,
         paranoid=config.paranoid,
     )

@@ -11,6 +11,7 @@ DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
 MAX_THREADS = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
+PREEMPTION_MODES = ("recompute", "swap", "hybrid")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
@@ -27,6 +28,8 @@ class EngineConfig:
     vocab_size: prompts with other ids are refused: the step that meets one fails for all its requests. None: any.
     pipeline_depth: batches in flight; 2 plans step N+1 while step N runs.
     scheduling_policy: who is admitted next and who gives way; fcfs surprises nobody.
+    preemption_mode: how a preempted request gets its KV back: computed again, from the lower tiers, or whichever is
+        cheaper by this process's own measurements.
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
     paranoid: run every `check()` after every step and poison fresh blocks.
     """
@@ -42,6 +45,7 @@ class EngineConfig:
     pipeline_depth: int = 2
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
+    preemption_mode: str = "hybrid"
     seed: int = 0
     paranoid: bool = False
 
@@ -58,6 +62,7 @@ class EngineConfig:
                 self.scheduling_policy in SCHEDULING_POLICIES,
                 ", ".join(SCHEDULING_POLICIES),
             ),
+            ("--preemption-mode", self.preemption_mode in PREEMPTION_MODES, ", ".join(PREEMPTION_MODES)),
             ("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2"),
         ):
             if not ok:

@@ -14,6 +14,7 @@ from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import build_batch
 from pagetier.engine.policies.make import POLICIES, MakePolicy
 from pagetier.engine.prefix_index import PrefixIndex
+from pagetier.engine.restore_cost import RestoreCost
 from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
@@ -51,7 +52,8 @@ class EngineCore:
         self._block_nbytes = block_nbytes
         index = PrefixIndex(config.block_size)
         pool = BlockPool(config.num_blocks, index)
-        transfers = Transfers(connector if config.enable_prefix_caching else None, pool)
+        cost = RestoreCost(runner.prefill_s)
+        transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
         self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name), policy)
         self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
@@ -157,7 +159,10 @@ class EngineCore:
         return {
             "lookup": scheduler.hits.as_dict(),
             "tiers": tiers,
-            "preemptions": {"recompute": scheduler.num_preemptions, "swap": 0},
+            "preemptions": {
+                "recompute": scheduler.num_preemptions - scheduler.num_swaps,
+                "swap": scheduler.num_swaps,
+            },
             "harmful_hits": 0,
             "requests": {
                 "running": len(scheduler.running),

@@ -96,23 +96,29 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts (texts or token ids), all in one continuous batch; answers in the prompts' order.
 
-        Raises PagetierError when a prompt cannot be served, e.g. is too long; the others of the call end then too.
-        Raises ClosedError after `close`. Ctrl-C takes effect between two steps, and the next call is served as ever.
+        params: for all, or one for each prompt. Raises ValueError when there are not as many of them; PagetierError
+        when a prompt cannot be served, e.g. is too long; the others of the call end then too. Raises ClosedError after
+        `close`. Ctrl-C takes effect between two steps, and the next call is served as ever.
         """
-        params = params or SamplingParams()
+        listed = _as_list(prompts)
+        one_each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else params
+        if len(one_each) != len(listed):
+            raise ValueError(
+                f"{len(one_each)} sampling parameters for {len(listed)} prompts; give one, or one for each"
+            )
         answers: list[RequestOutput] = []
         open_choices: dict[str, _Choice] = {}
         with held_interrupts() as deliver_interrupt:
             try:
-                for prompt in _as_list(prompts):
-                    answer = self._add(prompt, params, cache_salt, open_choices)
+                for prompt, own in zip(listed, one_each, strict=True):
+                    answer = self._add(prompt, own, cache_salt, open_choices)
                     answers.append(answer)
                     deliver_interrupt()
                 self._run(open_choices, progress, deliver_interrupt)

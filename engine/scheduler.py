@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
@@ -31,6 +32,7 @@ from pagetier.kvstore.keys import Hash
 logger = logging.getLogger(__name__)
 
 LOOKAHEAD = 8  # waiting requests whose lower-tier lookup is under way before their turn
+MAX_VICTIMS = 8  # running requests whose restore costs are compared
 MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were evicted meanwhile
 
 
@@ -53,7 +55,7 @@ class Scheduler:
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_swaps = 0  # of any kind; those of them by way of the lower tiers
         self.running: list[Request] = []
         self.waiting = policy
         self.loading: list[Request] = []
@@ -243,7 +245,7 @@ class Scheduler:
         if self.transfers.holds_blocks or any(step.release_after for step in self.launched):
             return False
         if len(self.running) > 1:
-            self._preempt(self.running[-1])
+            self._preempt(self._victim(request))
             return True
         if not request.num_in_flight and not self.loading:
             self._end_for_lack_of_room(request)
@@ -278,10 +280,40 @@ class Scheduler:
         self._finish(request, "length")
         self._ended.append(self._output(request, (), ()))
 
+    def _victim(self, request: Request) -> Request:
+        """Of the last by rank, none of them before `request`, the one whose KV is cheapest to bring back for each block
+        that only it holds."""
+        candidates = self.running[-MAX_VICTIMS:]
+        if request in candidates:
+            candidates = candidates[candidates.index(request) + 1 :] or [request]
+        return min(reversed(candidates), key=self._restore_cost)
+
+    def _restore_cost(self, request: Request) -> float:
+        """Per block that comes free; the same for all while nothing is measured."""
+        num_exclusive = sum(self.pool.references(block) == 1 for block in request.block_ids)
+        cost, num_blocks = self.transfers.cost, len(request.block_ids)
+        seconds = cost.recompute_s(request.num_computed_tokens)
+        if self._may_swap:
+            by_swap = cost.swap_s(num_blocks, num_blocks)
+            seconds = min(filter(None, (seconds, by_swap)), default=None)
+        return (seconds or 1.0) / num_exclusive if num_exclusive else math.inf
+
+    @property
+    def _may_swap(self) -> bool:
+        return self.transfers.enabled and self.config.preemption_mode != "recompute"
+
     def _preempt(self, request: Request) -> None:
-        """Take all blocks of a running request; it recomputes (or hits) them when its turn comes again."""
+        """Take all blocks of a running request. It gets their content back when its turn comes again: from the device
+        while it lasts, from the lower tiers, which are given it now if that is the cheaper way, or by computing it."""
         self.num_preemptions += 1
         request.num_preemptions += 1
+        if self._may_swap and request.tip is not None:
+            unsaved = self.transfers.unsaved(request.tip)
+            always = self.config.preemption_mode == "swap"
+            num_tokens = request.num_indexed_blocks * self.config.block_size
+            if always or self.transfers.cost.prefers_swap(num_tokens, request.num_indexed_blocks, len(unsaved)):
+                self.num_swaps += 1
+                self.transfers.save(unsaved)
         self._send_back(request)
 
     def _send_back(self, request: Request) -> None:

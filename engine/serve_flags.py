@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, SCHEDULING_POLICIES
+from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, PREEMPTION_MODES, SCHEDULING_POLICIES
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
@@ -28,6 +28,9 @@ CPU_KERNELS_HELP = (
 )
 
 
+PREEMPTION_HELP = (
+    "How a preempted request gets its KV back: recompute, swap (through the KV tiers) or hybrid (what is cheaper here)."
+)
 POLICY_HELP = (
     "Who is admitted next: fcfs; priority (smaller values of a request's `priority` first; they preempt larger ones); "
     "lpm (longest cached prefix first); fair (the `user` served least first)."
@@ -111,9 +114,7 @@ class ServeFlags:
         _option("--enable-chunked-prefill/--no-enable-chunked-prefill", panel=SCHEDULER, text="Split long prompts."),
     ] = True
     scheduling_policy: Annotated[str, _option("--scheduling-policy", panel=SCHEDULER, text=POLICY_HELP)] = "fcfs"
-    preemption_mode: Annotated[
-        str, _option("--preemption-mode", panel=SCHEDULER, text="recompute (swap, hybrid: later).")
-    ] = "recompute"
+    preemption_mode: Annotated[str, _option("--preemption-mode", panel=SCHEDULER, text=PREEMPTION_HELP)] = "hybrid"
     itl_target_ms: Annotated[
         float | None, _option("--itl-target-ms", panel=SCHEDULER, text="Not built yet.", hidden=True)
     ] = None
@@ -192,7 +193,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
     "deterministic": (False,),
     "structured_outputs_backend": (None,),
-    "preemption_mode": ("recompute",),
     "itl_target_ms": (None,),
     "kv_cache_dtype": ("auto",),
     "kv_write_policy": (None,),
@@ -248,6 +248,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         ("--device", flags.device, DEVICES),
         ("--cpu-kernels", flags.cpu_kernels, CPU_KERNELS),
         ("--scheduling-policy", flags.scheduling_policy, SCHEDULING_POLICIES),
+        ("--preemption-mode", flags.preemption_mode, PREEMPTION_MODES),
         ("--engine-process", flags.engine_process, ("auto", "on", "off")),
     ):
         if value not in allowed:
@@ -268,6 +269,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "max_num_batched_tokens": flags.max_num_batched_tokens,
         "max_num_queued_reqs": flags.max_num_queued_reqs,
         "scheduling_policy": flags.scheduling_policy,
+        "preemption_mode": flags.preemption_mode,
         "kv_cache_memory": parse_size(flags.kv_cache_memory, "--kv-cache-memory"),
         "gpu_memory_utilization": flags.gpu_memory_utilization,
         "enable_prefix_caching": flags.enable_prefix_caching,

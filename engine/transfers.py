@@ -6,13 +6,15 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagetier.connectors.base import Connector
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.prefix_index import Node
 from pagetier.engine.request import Request
+from pagetier.engine.restore_cost import RestoreCost
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
 
@@ -32,11 +34,23 @@ class Loaded:
 
 
 class Transfers:
-    """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer."""
+    """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer.
 
-    def __init__(self, connector: Connector | None, pool: BlockPool) -> None:
+    cost: is told how long each load and save took.
+    """
+
+    def __init__(
+        self,
+        connector: Connector | None,
+        pool: BlockPool,
+        cost: RestoreCost | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cost = cost or RestoreCost()
         self._connector = connector
         self._pool = pool
+        self._clock = clock
+        self._started_s: dict[int, float] = {}  # of every load and save under way
         self._lookups: dict[int, Request] = {}
         self._tickets: set[int] = set()
         self._loads: dict[int, Request | None] = {}  # None: the request is gone
@@ -74,6 +88,7 @@ class Transfers:
         request.job = self._connector.submit_load(request.ticket, request.names[first:end], blocks)
         self._loads[request.job] = request
         self._destinations[request.job] = blocks
+        self._started_s[request.job] = self._clock()
 
     def save(self, nodes: Sequence[Node]) -> None:
         """Hand full, committed blocks to the lower tiers."""
@@ -85,7 +100,18 @@ class Transfers:
         tiers_state = self.tiers_state
         for node in nodes:
             node.saved = tiers_state
-        self._saves[self._connector.submit_save(names, blocks)] = list(nodes)
+        job = self._connector.submit_save(names, blocks)
+        self._saves[job] = list(nodes)
+        self._started_s[job] = self._clock()
+
+    def unsaved(self, tip: Node) -> list[Node]:
+        """The nodes of the chain that ends in `tip`, head first, that the lower tiers were not given."""
+        chain, node, tiers_state = [], tip, self.tiers_state
+        while node.parent is not None:
+            if node.saved != tiers_state:
+                chain.append(node)
+            node = node.parent
+        return chain[::-1]
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """A request uses these device blocks: keep their copies below warm."""
@@ -128,6 +154,7 @@ class Transfers:
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request = self._loads.pop(done.job)
+        self.cost.observe_load(len(done.statuses), self._clock() - self._started_s.pop(done.job))
         if done.quiesced:
             self._pool.release(self._destinations.pop(done.job))
         if request is None:
@@ -142,6 +169,7 @@ class Transfers:
 
     def _end_save(self, done: PutDone) -> None:
         nodes = self._saves.pop(done.job)
+        self.cost.observe_save(len(nodes), self._clock() - self._started_s.pop(done.job))
         for node, status in zip(nodes, done.statuses, strict=True):
             if status not in STORED:
                 node.saved = 0  # a later touch tries again

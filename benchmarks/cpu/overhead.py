@@ -30,6 +30,9 @@ class NullRunner:
     def __init__(self) -> None:
         self._results: deque[StepResult] = deque()
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        return None
+
     def launch(self, batch: Batch) -> None:
         num_samples = len(batch.samples)
         self._results.append(StepResult(batch.step, np.full(num_samples, 7, np.int64), (None,) * num_samples))

@@ -219,6 +219,10 @@ class CompiledModel:
             raise ValueError(f"step {batch.step}: {self._library.error_text(error)}")
         return torch.from_numpy(logits)
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known."""
+        return None
+
     def close(self) -> None:
         """End the threads. Idempotent."""
         if self._threads:

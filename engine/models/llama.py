@@ -100,6 +100,10 @@ class Llama:
             isa = f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}"
         return {"kernel_revision": KERNEL_REVISION, "isa": isa}
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        """Not measured."""
+        return None
+
     def close(self) -> None:
         """Nothing to let go of."""
 

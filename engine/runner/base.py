@@ -17,6 +17,9 @@ class Runner(Protocol):
     pool.
     """
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        """Seconds that the prefill of `num_new` tokens after `context` known ones takes here; None: not known."""
+
     def launch(self, batch: Batch) -> None:
         """Start a batch. Does not wait for it where the runner has a thread or stream of its own."""
 

@@ -34,6 +34,10 @@ class Model(Protocol):
         token_ids: (num_tokens,) int64, token sources resolved. pool: the device pool's tensor.
         """
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known. Called from
+        any thread."""
+
     def close(self) -> None:
         """Let go of threads. Idempotent."""
 
@@ -59,6 +63,10 @@ class ModelRunner:
         if threaded:
             self._thread = threading.Thread(target=self._run_batches, name="pagetier-runner", daemon=True)
             self._thread.start()
+
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        """Seconds that the prefill of `num_new` tokens after `context` known ones takes here; None: not known."""
+        return self.model.prefill_s(num_new, context)
 
     def launch(self, batch: Batch) -> None:
         """Start a batch. Its faults, bad ids included, are raised by its `collect`."""

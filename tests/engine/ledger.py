@@ -82,6 +82,9 @@ class LedgerRunner:
         self._launched: deque[Batch | StepResult] = deque()
         self._last_sampled = np.zeros(0, np.int64)
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        return None
+
     def launch(self, batch: Batch) -> None:
         assert len(self._launched) < 2, "at most two batches are outstanding"
         self._launched.append(batch if self._lazy else self._run(batch))

@@ -86,6 +86,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         max_num_batched_tokens=7,
         max_num_queued_reqs=9,
         scheduling_policy="lpm",
+        preemption_mode="swap",
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
         kv_cache_memory="3MiB",

@@ -14,7 +14,7 @@ import pytest
 
 from pagetier.connectors.local import LocalConnector
 from pagetier.engine.batch import Batch, StepResult
-from pagetier.engine.config import SCHEDULING_POLICIES, EngineConfig
+from pagetier.engine.config import PREEMPTION_MODES, SCHEDULING_POLICIES, EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.messages import TokenOutput
 from pagetier.kvstore.block import BlockName, BlockStatus, Part
@@ -60,6 +60,7 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
         enable_chunked_prefill=chunked,
         pipeline_depth=rng.choice((1, 2)),
         scheduling_policy=rng.choice(SCHEDULING_POLICIES),
+        preemption_mode=rng.choice(PREEMPTION_MODES),
         paranoid=True,
     )
 

@@ -226,6 +226,9 @@ class SlowToWrite:
         pool[0].fill_(1.0)
         return torch.zeros((len(batch.logits_indices), self.config.vocab_size), device=self.device)
 
+    def prefill_s(self, num_new: int, context: int) -> float | None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -45,12 +45,13 @@ def served(policy: Policy, count: int) -> list[Request]:
 def test_a_queue_holds_what_was_pushed_and_not_removed(name: str, data: st.DataObject) -> None:
     policy = POLICIES[name](PrefixIndex(4))
     waiting: set[Request] = set()
+    coin: st.SearchStrategy[bool] = st.booleans()
     for order in range(data.draw(st.integers(1, 30))):
-        if waiting and data.draw(st.booleans()):
+        if len(waiting) > 0 and data.draw(coin):
             gone = data.draw(st.sampled_from(sorted(waiting, key=lambda r: r.order)))
             policy.remove(gone)
             waiting.remove(gone)
-            if data.draw(st.booleans()):  # preempted: it waits again
+            if data.draw(coin):  # preempted: it waits again
                 policy.push(gone)
                 waiting.add(gone)
             else:
