@@ -276,6 +276,10 @@ def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePoo
     if config.cpu_kernels != "auto" and best != limit:
         allowed = ", ".join(("auto", *(level.name.lower() for level in Isa if Isa.NONE < level <= best), "torch"))
         raise ConfigError.bad_value("--cpu-kernels", config.cpu_kernels, f"what this machine runs: {allowed}")
+    if config.cpu_kernels == "auto" and (lacks := library.lacks()):
+        logger.warning(
+            "the compiled CPU core runs at level %s, slower in bfloat16; it lacks %s", best.name.lower(), lacks
+        )
     cpus = parse_cpus(config.threads_bind)
     return CompiledModel(
         checkpoint.config,

@@ -8,7 +8,7 @@ from pagetier.kvstore.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "torch")
+CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "amx", "torch")
 MAX_THREADS = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
 PREEMPTION_MODES = ("recompute", "swap", "hybrid")

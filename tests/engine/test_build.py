@@ -85,7 +85,7 @@ def test_each_level_has_a_domain_of_its_own(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cpu_kernels": "sse"}, "--cpu-kernels: got 'sse'; allowed: auto, avx2, avx512, avx512_bf16, torch"),
+        ({"cpu_kernels": "sse"}, "--cpu-kernels: got 'sse'; allowed: auto, avx2, avx512, avx512_bf16, amx, torch"),
         ({"threads": -1}, "--threads: got -1; allowed: 0 to 1024"),
         ({"threads": 1025}, "--threads: got 1025; allowed: 0 to 1024"),
         ({"threads_bind": "99999"}, "--threads-bind: got '99999'; allowed: CPUs of this process"),
