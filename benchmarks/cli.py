@@ -90,6 +90,11 @@ BENCHES = {
         "pagetier.benchmarks.profile",
         full_minutes=2,
     ),
+    "preemption": Bench(
+        "preemption keeps work, priority acts, and planning stays short with 10,000 waiting",
+        "pagetier.benchmarks.preemption",
+        full_minutes=25,
+    ),
     "spine": Bench(
         "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
         "pagetier.benchmarks.spine",

@@ -56,7 +56,7 @@ class Crowd:
     """An engine whose seats are all taken by requests that decode, and a queue behind them; steps as `EngineCore.step`
     makes them, with a clock between the parts."""
 
-    def __init__(self, num_running: int, num_waiting: int) -> None:
+    def __init__(self, num_running: int, num_waiting: int, policy: str = "fcfs", max_new: int = 2048) -> None:
         hash_ = hash_named("sha256")
         config = EngineConfig(
             num_blocks=num_running * 32,
@@ -64,17 +64,24 @@ class Crowd:
             max_num_seqs=num_running,
             max_num_batched_tokens=num_running * 64,
             max_num_queued_reqs=num_waiting,
+            scheduling_policy=policy,
         )
         self._runner = NullRunner()
         self.core = EngineCore(
             config, self._runner, None, root_of=lambda salt: root_key(bytes(32), salt.encode(), hash_)
         )
-        draw, params = np.random.default_rng(0), SamplingParams(temperature=0.0, max_tokens=2048, ignore_eos=True)
-        for index in range(num_running + num_waiting):
-            prompt = draw.integers(0, 49_152, 16 + index % 32).tolist()  # blocks fill up at different steps
-            self.core.add_request(EngineRequest(str(index), tuple(prompt), params, seed=0))
+        self._draw = np.random.default_rng(0)
+        self._params = SamplingParams(temperature=0.0, max_tokens=max_new, ignore_eos=True)
+        self.add(num_running + num_waiting, "first")
         for _ in range(4):
             self.step()  # all seats are taken, and two steps are in flight
+
+    def add(self, num_requests: int, name: str) -> None:
+        """Queue requests of 16 to 47 tokens, whose blocks fill up at different steps, of 16 tenants and priorities."""
+        for index in range(num_requests):
+            prompt = tuple(self._draw.integers(0, 49_152, 16 + index % 32).tolist())
+            more = {"priority": index % 16, "tenant": str(index % 16)}
+            self.core.add_request(EngineRequest(f"{name}-{index}", prompt, self._params, seed=0, **more))
 
     def step(self) -> StepTimes:
         scheduler, config = self.core.scheduler, self.core.config
