@@ -13,10 +13,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from pagetier.engine.admission import refusal
 from pagetier.engine.batch import StepResult, TokenLogprobs
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
@@ -27,12 +27,12 @@ from pagetier.engine.policies.base import Policy
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
 from pagetier.engine.request import Request, RequestState
 from pagetier.engine.transfers import Loaded, Transfers
+from pagetier.engine.victims import choose_victim
 from pagetier.kvstore.keys import Hash
 
 logger = logging.getLogger(__name__)
 
 LOOKAHEAD = 8  # waiting requests whose lower-tier lookup is under way before their turn
-MAX_VICTIMS = 8  # running requests whose restore costs are compared
 MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were evicted meanwhile
 
 
@@ -72,7 +72,9 @@ class Scheduler:
 
     def add(self, spec: EngineRequest) -> None:
         """Queue a request; one that can never run is answered with an error by the next `take_ended`."""
-        reason = self._refusal(spec)
+        reason = refusal(spec, self.config)
+        if spec.request_id in self._requests:
+            reason = f"request id {spec.request_id!r} is already in use"
         if reason:
             self._ended.append(TokenOutput(spec.request_id, (), finish_reason="error", error=reason))
             return
@@ -81,23 +83,6 @@ class Scheduler:
         self._num_added += 1
         self._requests[spec.request_id] = request
         self.waiting.push(request)
-
-    def _refusal(self, spec: EngineRequest) -> str:
-        num_prompt, limit = len(spec.prompt_ids), self.config.max_model_len
-        room = self.pool.num_blocks * self.config.block_size
-        if spec.request_id in self._requests:
-            return f"request id {spec.request_id!r} is already in use"
-        if num_prompt == 0:
-            return "the prompt is empty; give at least one token"
-        vocab_size = self.config.vocab_size
-        if vocab_size is not None and (min(spec.prompt_ids) < 0 or max(spec.prompt_ids) >= vocab_size):
-            wrong = next(token for token in spec.prompt_ids if not 0 <= token < vocab_size)
-            return f"the prompt has token id {wrong}; allowed: 0 to {vocab_size - 1}"
-        if num_prompt >= limit:
-            return f"the prompt has {num_prompt} tokens, but prompt and output together may have {limit}"
-        if num_prompt > room:
-            return f"the prompt has {num_prompt} tokens, but the KV cache holds {room}; raise --kv-cache-memory"
-        return ""
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored."""
@@ -245,7 +230,7 @@ class Scheduler:
         if self.transfers.holds_blocks or any(step.release_after for step in self.launched):
             return False
         if len(self.running) > 1:
-            self._preempt(self._victim(request))
+            self._preempt(choose_victim(request, self.running, self.pool, self.transfers.cost, self._may_swap))
             return True
         if not request.num_in_flight and not self.loading:
             self._end_for_lack_of_room(request)
@@ -279,24 +264,6 @@ class Scheduler:
         )
         self._finish(request, "length")
         self._ended.append(self._output(request, (), ()))
-
-    def _victim(self, request: Request) -> Request:
-        """Of the last by rank, none of them before `request`, the one whose KV is cheapest to bring back for each block
-        that only it holds."""
-        candidates = self.running[-MAX_VICTIMS:]
-        if request in candidates:
-            candidates = candidates[candidates.index(request) + 1 :] or [request]
-        return min(reversed(candidates), key=self._restore_cost)
-
-    def _restore_cost(self, request: Request) -> float:
-        """Per block that comes free; the same for all while nothing is measured."""
-        num_exclusive = sum(self.pool.references(block) == 1 for block in request.block_ids)
-        cost, num_blocks = self.transfers.cost, len(request.block_ids)
-        seconds = cost.recompute_s(request.num_computed_tokens)
-        if self._may_swap:
-            by_swap = cost.swap_s(num_blocks, num_blocks)
-            seconds = min(filter(None, (seconds, by_swap)), default=None)
-        return (seconds or 1.0) / num_exclusive if num_exclusive else math.inf
 
     @property
     def _may_swap(self) -> bool:
