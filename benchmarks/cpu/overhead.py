@@ -80,8 +80,10 @@ class Crowd:
         """Queue requests of 16 to 47 tokens, whose blocks fill up at different steps, of 16 tenants and priorities."""
         for index in range(num_requests):
             prompt = tuple(self._draw.integers(0, 49_152, 16 + index % 32).tolist())
-            more = {"priority": index % 16, "tenant": str(index % 16)}
-            self.core.add_request(EngineRequest(f"{name}-{index}", prompt, self._params, seed=0, **more))
+            group = index % 16
+            self.core.add_request(
+                EngineRequest(f"{name}-{index}", prompt, self._params, 0, priority=group, tenant=str(group))
+            )
 
     def step(self) -> StepTimes:
         scheduler, config = self.core.scheduler, self.core.config

@@ -71,7 +71,8 @@ LAST_FOUND = {
 
 
 def first_found(mutant: Assembly) -> int:
-    for seed in (LAST_FOUND.get(mutant.name, 0), *range(MUTANT_SEEDS)):
+    seeds: tuple[int, ...] = (LAST_FOUND.get(mutant.name, 0), *range(MUTANT_SEEDS))
+    for seed in seeds:
         if play_seed(seed, mutant).finding is not None:
             return seed
     raise AssertionError(f"{mutant.name}: not found within {MUTANT_SEEDS} seeds")
