@@ -134,6 +134,8 @@ class Load:
         reads = [BlockRead(request.names[i], request.part, request.destinations[i], request.domain) for i in piece]
         statuses = port.get(reads, self.request.deadline_s)
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
+        if loaded:
+            port.probe_writes(loaded[0], request.deadline_s)
         if index and loaded:
             self._promote(index, loaded)
         with self._lock:

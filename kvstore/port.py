@@ -103,6 +103,14 @@ class TierPort:
         put = functools.partial(self.tier.put, writes)
         return self._guarded(self.writes, BlockStatus.DROPPED, put, len(writes), nbytes, deadline_s)
 
+    def probe_writes(self, read: BlockRead, deadline_s: float) -> None:
+        """Find out with a block that was just read whether writes work again, when that is due: where all is hits no
+        put comes, and a tier that is well would stay degraded. Only where EXISTS is the medium's own answer."""
+        if self.at_once or self.writes.state is not BreakerState.OPEN or not self.writes.would_allow():
+            return
+        write = BlockWrite(read.name, read.part, read.destination, read.domain)
+        self.put([write], min(deadline_s, self._clock() + self._limits.slow_s))
+
     def submit_touch(self, names: Sequence[BlockName], part: Part) -> None:
         """Touch a chain, later and best effort: dropped when many wait or the tier is held back."""
         if not names or not self.reads.would_allow():

@@ -167,6 +167,43 @@ def test_valkey_killed_and_started_again(
         comes_back(engine, "redis", documents, cold)
 
 
+def test_valkey_full(
+    smollm2: Path,  # noqa: F811
+    documents: list[EngineRequest],
+    cold: dict[str, Answer],
+) -> None:
+    """Nothing new is stored and nothing is wrong: what is there is served, and the rest when there is room again."""
+    with own_valkey(maxmemory_policy="noeviction") as server:
+        client = server.client()
+        client.config_set("maxmemory", 1 << 20)
+        with engine_of(smollm2, ("redis",), num_tokens=192, redis_url=server.url) as engine:
+            check(run(engine, rounds_of(documents, 2)), cold)
+            assert client.info("errorstats")["errorstat_OOM"]["count"] > 0
+            client.config_set("maxmemory", 0)
+            comes_back(engine, "redis", documents, cold)
+
+
+def test_valkeys_password_changed(
+    smollm2: Path,  # noqa: F811
+    documents: list[EngineRequest],
+    cold: dict[str, Answer],
+) -> None:
+    """Who is in is thrown out and comes in no more, until the password is the known one again."""
+    with own_valkey(requirepass="first") as server:
+        client = server.client(password="first")
+
+        def change() -> None:
+            client.config_set("requirepass", "second")
+            client.client_kill_filter(_type="normal", skipme=True)
+
+        url = f"unix://:first@{server.socket_path}"
+        with engine_of(smollm2, ("redis",), num_tokens=192, redis_url=url) as engine:
+            fault = Fault(engine, "redis", 7, change, lambda: client.config_set("requirepass", "first"))
+            check(run(engine, rounds_of(documents, 3), fault), cold)
+            assert fault.was_noticed
+            comes_back(engine, "redis", documents, cold)
+
+
 @pytest.fixture
 def cache_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of the test's own. Afterwards its Valkey has ended and it is gone."""

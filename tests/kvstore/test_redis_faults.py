@@ -15,6 +15,7 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.executor import SeededExecutor
+from pagetier.kvstore.job import LoadDone, LookupDone
 from pagetier.kvstore.redis.faults import FaultSockets, FaultStream, SocketFault, SocketFaults
 from pagetier.kvstore.redis.simulated import ERROR_REPLIES, SimulatedRedis, SimulatedSockets, seeded_refusals
 from pagetier.kvstore.redis.sockets import PlainStream
@@ -324,3 +325,28 @@ def test_no_reply_to_a_read_gives_a_status_of_a_put(code: str) -> None:
     assert world.put(names) == [OK, OK]
     world.server.refuse = lambda command: ERROR_REPLIES[code] if command[0].upper() == b"GET" else None
     assert set(world.get(names)) <= {OK, MISS, CORRUPT, TIMEOUT, ERROR}
+
+
+def test_a_tier_that_is_well_again_says_so_where_all_is_hits() -> None:
+    """Nothing is left to be stored, so no put ever finds out that writes work, too."""
+    world, names = World(), chain(8)
+    clock, executor = world.clock, SeededExecutor.inline()
+    world.put(names)
+    store = TieredStore(
+        [world.tier], part=PART, payload_bytes=PAYLOAD_BYTES, clock=clock, make_executor=executor.factory
+    )
+    world.server.refuse = lambda command: ERROR_REPLIES["NOAUTH"]
+    for number in range(4):
+        some = chain(1, seed=100 + number)
+        store.submit_put(some, [memoryview(payload(some[0]))])
+        store.poll()
+    assert store.stats()["redis"]["breaker"] == "open"
+    world.server.refuse = lambda command: None
+    clock.sleep(2.0)
+    ticket = store.submit_lookup(names)
+    assert [done for done in store.poll() if isinstance(done, LookupDone)] == [LookupDone(ticket, ("redis",) * 8)]
+    store.submit_load(ticket, names, [memoryview(bytearray(PAYLOAD_BYTES)) for _ in names])
+    assert any(isinstance(done, LoadDone) and set(done.statuses) == {OK} for done in store.poll())
+    assert store.stats()["redis"]["breaker"] == "closed"
+    store.release(ticket)
+    store.close()
