@@ -15,6 +15,7 @@ from pagetier.kvstore.errors import CapacityError, ClosedError
 
 SLAB_BYTES = 32 << 20  # DESIGN.md, section 6; holds 91 blocks of a 135M model
 PAGE_BYTES = mmap.PAGESIZE
+POISON = 0xEE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Arena:
     """At most `capacity_bytes` in slabs of `slab_bytes`; memory is taken from the system when a slab is first cut.
 
     Slots start at page boundaries, so that O_DIRECT and CUDA copies take them. A slab whose last slot is freed can be
-    cut to another size. Invariants: a slot is free or taken, never both; slots of a slab do
-    not overlap.
+    cut to another size. Invariants: a slot is free or taken, never both; slots of a slab do not overlap; with `poison`
+    the bytes of a free slot are POISON.
     """
 
-    def __init__(self, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(self, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES, poison: bool = False) -> None:
         """Raises CapacityError for a capacity below one page, OSError when the kernel gives no memfd."""
         rounded = min(slab_bytes, capacity_bytes) // PAGE_BYTES * PAGE_BYTES
         if rounded < PAGE_BYTES:
@@ -61,6 +62,7 @@ class Arena:
         self._unused: list[int] = []  # numbers of slabs that are mapped to nothing now
         self._roomy: dict[int, list[int]] = {}  # slot size -> numbers of slabs with a free slot
         self._num_taken = 0
+        self._poison = poison
         self._is_closed = False
 
     @property
@@ -118,6 +120,8 @@ class Arena:
         """Give a slot back, once."""
         slab = self._slabs[slot.slab]
         assert slab is not None and slot.index not in slab.free[-1:], f"{slot} is not taken"
+        if self._poison:
+            self._fill(slab, slot.index, 1)
         slab.free.append(slot.index)
         self._num_taken -= 1
         roomy = self._roomy[slab.slot_bytes]
@@ -135,6 +139,9 @@ class Arena:
                 continue
             assert len(set(slab.free)) == len(slab.free) <= slab.num_slots, f"slab {number} has a slot free twice"
             assert bool(slab.free) == (number in self._roomy[slab.slot_bytes]), f"slab {number}: wrong room"
+            for index in slab.free if self._poison else ():
+                data = bytes(slab.view[index * slab.slot_bytes :][: slab.slot_bytes])
+                assert data.count(POISON) == len(data), f"slot {index} of slab {number}: written while free"
             taken += slab.num_slots - len(slab.free)
         assert taken == self._num_taken, f"{taken} slots taken, counted {self._num_taken}"
 
@@ -163,9 +170,16 @@ class Arena:
             self._slabs.append(None)
             os.ftruncate(self._fd, len(self._slabs) * self.slab_bytes)
         number = self._unused.pop()
-        self._slabs[number] = _Slab(self._fd, number, self.slab_bytes, size)
+        slab = self._slabs[number] = _Slab(self._fd, number, self.slab_bytes, size)
+        if self._poison:
+            self._fill(slab, 0, slab.num_slots)
         self._roomy[size].append(number)
         return True
+
+    @staticmethod
+    def _fill(slab: _Slab, first: int, count: int) -> None:
+        nbytes = slab.slot_bytes * count
+        slab.view[first * slab.slot_bytes :][:nbytes] = bytes([POISON]) * nbytes
 
     def _is_empty(self, number: int) -> bool:
         slab = self._slabs[number]

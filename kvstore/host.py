@@ -17,7 +17,7 @@ import xxhash
 from pagetier.kvstore.arena import SLAB_BYTES, Arena, Slot
 from pagetier.kvstore.block import Address, BlockName, BlockStatus
 from pagetier.kvstore.errors import CapacityError
-from pagetier.kvstore.lru import ChainLRU
+from pagetier.kvstore.residents import Lease, Residents
 from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
 
 
@@ -33,8 +33,9 @@ class _Entry:
 class HostTier:
     """Implements `tier.Tier` and `tier.PinningTier`. Pins hold at most half of the capacity.
 
-    Invariants: the index and the order hold the same addresses; every entry has a slot of its own; a slot is freed only
-    when nobody copies from it.
+    poison: overwrite a slot when it is freed, so that a read of bytes that are gone shows (--paranoid).
+    Invariants: the index and the account hold the same addresses; every entry has a slot of its own; a slot is freed
+    only when nobody copies from it.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class HostTier:
         *,
         slab_bytes: int = SLAB_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        poison: bool = False,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._arena = Arena(capacity_bytes, slab_bytes=slab_bytes)  # guarded by self._lock, as all below
+        self._arena = Arena(capacity_bytes, slab_bytes=slab_bytes, poison=poison)  # guarded by self._lock, as all below
         self._entries: dict[Address, _Entry] = {}
         self._writing: set[Address] = set()
-        self._lru: ChainLRU[Address] = ChainLRU()
+        self._residents = Residents(self._arena.capacity_bytes // 2)
         self._identities: dict[bytes, bytes] = {}
-        self._nbytes = self._pinned_bytes = self._num_doomed = 0
-        self._evictions = self._corrupt = self._bytes_read = self._bytes_written = 0
+        self._num_doomed = self._corrupt = self._bytes_read = self._bytes_written = 0
         self._is_closed = False
 
     @property
@@ -66,17 +67,14 @@ class HostTier:
     @property
     def num_pinned(self) -> int:
         with self._lock:
-            return self._lru.num_pinned
+            return self._residents.num_pinned
 
     def set_domain(self, domain: bytes) -> None:
         """Nothing to do: keys and roots, which entries are compared by, are the domain's already."""
 
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         with self._lock:
-            for i, address in enumerate(addresses):
-                if address not in self._entries:
-                    return i
-            return len(addresses)
+            return self._residents.num_leading(addresses)
 
     def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
         return [self._read(read, deadline_s) for read in reads]
@@ -96,31 +94,19 @@ class HostTier:
 
     def touch(self, addresses: Sequence[Address]) -> None:
         with self._lock:
-            self._lru.touch(addresses)
+            self._residents.touch(addresses)
 
     def delete(self, addresses: Sequence[Address]) -> int:
         with self._lock:
             return sum(self._forget(address) for address in addresses)
 
-    def pin(self, addresses: Sequence[Address]) -> int:
+    def pin(self, addresses: Sequence[Address]) -> Lease:
         with self._lock:
-            for i, address in enumerate(addresses):
-                entry = self._entries.get(address)
-                if entry is None:
-                    return i
-                if self._pinned_bytes + entry.slot.nbytes > self._arena.capacity_bytes // 2 and not self._lru.is_pinned(
-                    address
-                ):
-                    return i
-                if self._lru.pin(address):
-                    self._pinned_bytes += entry.slot.nbytes
-            return len(addresses)
+            return self._residents.pin(addresses)
 
-    def unpin(self, addresses: Sequence[Address]) -> None:
+    def unpin(self, lease: Lease) -> None:
         with self._lock:
-            for address in addresses:
-                if self._lru.unpin(address):
-                    self._pinned_bytes -= self._entries[address].slot.nbytes
+            self._residents.unpin(lease)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         with self._lock:
@@ -134,9 +120,9 @@ class HostTier:
         with self._lock:
             return TierCounters(
                 blocks=len(self._entries),
-                nbytes=self._nbytes,
+                nbytes=self._residents.nbytes,
                 capacity_bytes=self._arena.capacity_bytes,
-                evictions=self._evictions,
+                evictions=self._residents.num_evicted,
                 corrupt=self._corrupt,
                 bytes_read=self._bytes_read,
                 bytes_written=self._bytes_written,
@@ -146,15 +132,14 @@ class HostTier:
         with self._lock:
             if self._is_closed:
                 return
-            self._lru.check()
+            self._residents.check()
             self._arena.check()
-            assert set(self._lru) == set(self._entries), "the order and the index hold different blocks"
+            assert all(address in self._residents for address in self._entries), "a block that the account lacks"
+            assert len(self._residents) == len(self._entries), "the account and the index hold different blocks"
             taken = len(self._entries) + len(self._writing) + self._num_doomed
             assert taken == self._arena.num_taken, f"{self._arena.num_taken} slots taken for {taken} blocks"
             nbytes = sum(entry.slot.nbytes for entry in self._entries.values())
-            assert nbytes == self._nbytes, f"{nbytes} bytes, counted {self._nbytes}"
-            pinned = sum(e.slot.nbytes for address, e in self._entries.items() if self._lru.is_pinned(address))
-            assert pinned == self._pinned_bytes, f"{pinned} bytes pinned, counted {self._pinned_bytes}"
+            assert nbytes == self._residents.nbytes, f"{nbytes} bytes, counted {self._residents.nbytes}"
 
     def close(self) -> None:
         with self._lock:
@@ -207,49 +192,30 @@ class HostTier:
         with self._lock:
             self._writing.discard(address)
             self._entries[address] = _Entry(write.name, slot, checksum)
-            self._lru.add(address, parent)
-            self._nbytes += slot.nbytes
+            self._residents.add(address, parent, slot.nbytes)
             self._bytes_written += slot.nbytes
         return BlockStatus.OK
 
     def _make_room(self, nbytes: int, parent: Address, *, is_head: bool) -> Slot | None:
-        """A slot, or None when there is no room. A suffix without its prefix is useless: the new block's own parent is
-        not evicted for it, and nothing is for an orphan."""
+        """A slot, or None when there is no room and nobody leaves for this block."""
         try:
-            slot = self._arena.alloc(nbytes)
-            if slot is not None:
-                return slot
+            while (slot := self._arena.alloc(nbytes)) is None:
+                victim = self._residents.evict_for(parent, is_head=is_head)
+                if victim is None:
+                    return None
+                self._let_go(self._entries.pop(victim))
         except CapacityError:
             return None
-        held = parent in self._lru
-        if held:
-            self._lru.pin(parent)
-        while slot is None and (held or is_head) and self._evict(1):
-            slot = self._arena.alloc(nbytes)
-        if held:
-            self._lru.unpin(parent)
         return slot
 
-    def _evict(self, num_blocks: int) -> int:
-        victims = self._lru.evict(num_blocks)
-        for address in victims:
-            self._let_go(self._entries.pop(address))
-        self._evictions += len(victims)
-        return len(victims)
-
     def _forget(self, address: Address) -> int:
-        entry = self._entries.pop(address, None)
-        if entry is None:
+        if not self._residents.remove(address):
             return 0
-        if self._lru.is_pinned(address):
-            self._pinned_bytes -= entry.slot.nbytes
-        self._lru.remove(address)
-        self._let_go(entry)
+        self._let_go(self._entries.pop(address))
         return 1
 
     def _let_go(self, entry: _Entry) -> None:
         """Free the slot of an entry that has left the index, now or after its last reader."""
-        self._nbytes -= entry.slot.nbytes
         if entry.num_readers:
             entry.is_doomed = True
             self._num_doomed += 1

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pagetier.kvstore.block import Address, BlockName, Part
 from pagetier.kvstore.job import LookupDone
 from pagetier.kvstore.port import TierPort
+from pagetier.kvstore.residents import Lease
+from pagetier.kvstore.tier import PinningTier
 
 FIRST_STEP_BLOCKS = 64
 
@@ -47,7 +49,7 @@ class Lookup:
         self._full: set[int] = set()  # owner: whoever runs it; ports whose pins reached their bound
         self._lock = threading.Lock()
         self._assigned: list[int] = []  # guarded by self._lock; port index of each leading block
-        self._pins: list[tuple[int, list[Address]]] = []  # guarded by self._lock; port index, what it was told to pin
+        self._pins: list[tuple[PinningTier, Lease]] = []  # guarded by self._lock
         self._found: dict[bytes, int] | None = None  # owner: the store's thread, once answered; key -> port index
         self._is_answered = self._is_closed = False  # guarded by self._lock
 
@@ -100,21 +102,24 @@ class Lookup:
         with self._lock:
             self._is_closed = True
             pins, self._pins = self._pins, []
-        for index, run in pins:
-            self._ports[index].unpin(run)
+        for tier, lease in pins:
+            tier.unpin(lease)
 
     def _extend_run(self, at: int, ports: Sequence[int]) -> bool:
         for rank, index in enumerate(ports):
             count = self._count(index, at)
             count = self._until_faster(ports[:rank], at, count)
             run = self._window(at, count)
-            if run and self._ports[index].pinning is not None:
-                pinned = self._ports[index].pin(run)
-                if pinned < count:
-                    self._full.add(index)
-                run = run[:pinned]
-            if run:
-                return self._assign(index, run)
+            tier = self._ports[index].pinning
+            if not run:
+                continue
+            if tier is None:
+                return self._assign(index, len(run), None)
+            lease = tier.pin(run)
+            if len(lease) < count:
+                self._full.add(index)
+            if lease:
+                return self._assign(index, len(lease), (tier, lease))
         return False
 
     def _count(self, index: int, at: int) -> int:
@@ -161,12 +166,13 @@ class Lookup:
                 return i
         return count
 
-    def _assign(self, index: int, run: list[Address]) -> bool:
+    def _assign(self, index: int, count: int, pins: tuple[PinningTier, Lease] | None) -> bool:
         with self._lock:
             if not self._is_closed and not self._is_answered:
-                self._assigned.extend([index] * len(run))
-                if self._ports[index].pinning is not None:
-                    self._pins.append((index, run))
+                self._assigned.extend([index] * count)
+                if pins is not None:
+                    self._pins.append(pins)
                 return True
-        self._ports[index].unpin(run)
+        if pins is not None:
+            pins[0].unpin(pins[1])
         return False

@@ -17,7 +17,7 @@ import xxhash
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
-from pagetier.kvstore.lru import ChainLRU
+from pagetier.kvstore.residents import Lease, Residents
 from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
 
 POISON = 0xEE  # fills destinations of failed reads, so that a use of undefined bytes is seen
@@ -97,11 +97,10 @@ class MemoryTier:
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._records: dict[Address, _Record] = {}  # guarded by self._lock, as all below
-        self._lru: ChainLRU[Address] = ChainLRU()
+        self._residents = Residents(capacity_bytes // 2)
         self._identities: dict[bytes, bytes] = {}
-        self._nbytes = self._pinned_bytes = 0
-        self._evictions = self._errors = self._corrupt = self._bytes_read = self._bytes_written = 0
-        self._num_reads = self._num_writes = 0
+        self._errors = self._corrupt = self._bytes_read = self._bytes_written = 0
+        self._num_reads = self._num_writes = self._num_lost = 0
 
     @property
     def name(self) -> str:
@@ -121,7 +120,7 @@ class MemoryTier:
             if not self._waited(deadline_s):
                 raise TierUnavailable(self._name, "lookup", "no answer in time")
         with self._lock:
-            return self._num_leading(addresses)
+            return self._residents.num_leading(addresses)
 
     def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
         if self.faults.gate is not None:
@@ -151,43 +150,32 @@ class MemoryTier:
 
     def touch(self, addresses: Sequence[Address]) -> None:
         with self._lock:
-            self._lru.touch(addresses)
+            self._residents.touch(addresses)
 
     def delete(self, addresses: Sequence[Address]) -> int:
         with self._lock:
             return sum(self._forget(address) for address in addresses)
 
-    def pin(self, addresses: Sequence[Address]) -> int:
-        """Hold the leading present addresses against eviction; how many. Stops where pins reach half the capacity."""
+    def pin(self, addresses: Sequence[Address]) -> Lease:
         with self._lock:
-            for i, address in enumerate(addresses):
-                record = self._records.get(address)
-                if record is None:
-                    return i
-                if self._pinned_bytes + len(record.payload) > self._capacity_bytes // 2 and not self._lru.is_pinned(
-                    address
-                ):
-                    return i
-                if self._lru.pin(address):
-                    self._pinned_bytes += len(record.payload)
-            return len(addresses)
+            return self._residents.pin(addresses)
 
-    def unpin(self, addresses: Sequence[Address]) -> None:
-        """Undo one `pin` of each."""
+    def unpin(self, lease: Lease) -> None:
         with self._lock:
-            for address in addresses:
-                if self._lru.unpin(address):
-                    self._pinned_bytes -= len(self._records[address].payload)
+            self._residents.unpin(lease)
 
     @property
     def num_pinned(self) -> int:
         with self._lock:
-            return self._lru.num_pinned
+            return self._residents.num_pinned
 
     def evict(self, num_blocks: int) -> int:
         """Evict that many of the coldest blocks; how many went. For tests of what an eviction does to others."""
         with self._lock:
-            return self._evict(num_blocks)
+            victims = self._residents.evict(num_blocks)
+            for address in victims:
+                del self._records[address]
+            return len(victims)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         with self._lock:
@@ -201,9 +189,9 @@ class MemoryTier:
         with self._lock:
             return TierCounters(
                 blocks=len(self._records),
-                nbytes=self._nbytes,
+                nbytes=self._residents.nbytes,
                 capacity_bytes=self._capacity_bytes,
-                evictions=self._evictions,
+                evictions=self._residents.num_evicted + self._num_lost,
                 errors=self._errors,
                 corrupt=self._corrupt,
                 bytes_read=self._bytes_read,
@@ -212,12 +200,11 @@ class MemoryTier:
 
     def check(self) -> None:
         with self._lock:
-            self._lru.check()
-            assert set(self._lru) == set(self._records), "the order and the index hold different records"
+            self._residents.check()
+            assert all(address in self._residents for address in self._records), "a record that the account lacks"
+            assert len(self._residents) == len(self._records), "the account and the index hold different records"
             nbytes = sum(len(record.payload) for record in self._records.values())
-            assert nbytes == self._nbytes <= self._capacity_bytes, f"{nbytes} bytes, counted {self._nbytes}"
-            pinned = sum(len(r.payload) for address, r in self._records.items() if self._lru.is_pinned(address))
-            assert pinned == self._pinned_bytes, f"{pinned} bytes pinned, counted {self._pinned_bytes}"
+            assert nbytes == self._residents.nbytes <= self._capacity_bytes, f"{nbytes} bytes of {self._capacity_bytes}"
             for address, record in self._records.items():
                 assert record.name.key == address.key, f"record {record.name.key.hex()[:16]} at another's address"
 
@@ -245,12 +232,6 @@ class MemoryTier:
             self._errors += num_blocks
         return [status] * num_blocks
 
-    def _num_leading(self, addresses: Sequence[Address]) -> int:
-        for i, address in enumerate(addresses):
-            if address not in self._records:
-                return i
-        return len(addresses)
-
     def _read(self, read: BlockRead) -> BlockStatus:
         fault = self.faults.of_read(self._num_reads)
         self._num_reads += 1
@@ -273,7 +254,7 @@ class MemoryTier:
         half = len(read.destination) // 2
         read.destination[:] = bytes([POISON]) * len(read.destination)
         if fault is Fault.LOST:
-            self._evictions += self._forget(read.address)
+            self._num_lost += self._forget(read.address)
             return BlockStatus.MISS
         self._errors += 1
         if fault is Fault.SHORT:
@@ -293,36 +274,21 @@ class MemoryTier:
         if not self._make_room(len(payload), parent, is_head=write.name.parent == write.name.root):
             return BlockStatus.DROPPED
         self._records[address] = _Record(write.name, payload, xxhash.xxh3_128_intdigest(payload))
-        self._lru.add(address, parent)
-        self._nbytes += len(payload)
+        self._residents.add(address, parent, len(payload))
         self._bytes_written += len(payload)
         return BlockStatus.OK
 
     def _make_room(self, nbytes: int, parent: Address, *, is_head: bool) -> bool:
-        """Evict for `nbytes`; whether there is room. A suffix without its prefix is useless: the new block's own parent
-        is not evicted for it, and nothing is for an orphan."""
-        held = parent in self._lru
-        if held:
-            self._lru.pin(parent)
-        while self._nbytes + nbytes > self._capacity_bytes and (held or is_head) and self._evict(1):
-            pass
-        if held:
-            self._lru.unpin(parent)
-        return self._nbytes + nbytes <= self._capacity_bytes
-
-    def _evict(self, num_blocks: int) -> int:
-        victims = self._lru.evict(num_blocks)
-        for address in victims:
-            self._nbytes -= len(self._records.pop(address).payload)
-        self._evictions += len(victims)
-        return len(victims)
+        """Evict for `nbytes`; whether there is room."""
+        while self._residents.nbytes + nbytes > self._capacity_bytes:
+            victim = self._residents.evict_for(parent, is_head=is_head)
+            if victim is None:
+                return False
+            del self._records[victim]
+        return True
 
     def _forget(self, address: Address) -> int:
-        record = self._records.pop(address, None)
-        if record is None:
+        if not self._residents.remove(address):
             return 0
-        if self._lru.is_pinned(address):
-            self._pinned_bytes -= len(record.payload)
-        self._lru.remove(address)
-        self._nbytes -= len(record.payload)
+        del self._records[address]
         return 1

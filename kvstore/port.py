@@ -18,7 +18,7 @@ from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.executor import ExecutorFactory
-from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, Tier
+from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, QuarantiningTier, Tier, TierCounters
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +83,6 @@ class TierPort:
             self.reads.record(permit, outcome, reason)
         return count
 
-    def pin(self, addresses: Sequence[Address]) -> int:
-        """Pin leading addresses where the tier can pin; all of them count where it cannot."""
-        return len(addresses) if self.pinning is None else self.pinning.pin(addresses)
-
-    def unpin(self, addresses: Sequence[Address]) -> None:
-        if self.pinning is not None:
-            self.pinning.unpin(addresses)
-
     def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
         """The tier's statuses; ERROR for all while the breaker is open."""
         nbytes = sum(len(read.destination) for read in reads)
@@ -122,18 +114,19 @@ class TierPort:
             era = self._touch_era
         self.write_executor.submit(functools.partial(self._touch, names, part, era))
 
+    def quarantine(self, addresses: Sequence[Address]) -> None:
+        """Take records out of use; a copy is kept where the tier can."""
+        try:
+            if isinstance(self.tier, QuarantiningTier):
+                self.tier.quarantine(addresses, "shadow check")
+            else:
+                self.tier.delete(addresses)
+        except Exception:
+            logger.exception("%s: a tier must not raise; %d wrong blocks may still be there", self.name, len(addresses))
+
     def stats(self) -> dict[str, Any]:
         """The tier's entry of `GET /stats`, without hits."""
-        counters = self.tier.counters()
-        return {
-            "blocks": counters.blocks,
-            "bytes": counters.nbytes,
-            "capacity_bytes": counters.capacity_bytes,
-            "evictions": counters.evictions,
-            "errors": counters.errors,
-            "corrupt": counters.corrupt,
-            "breaker": str(self.state),
-        }
+        return tier_stats(self.tier.counters(), self.state)
 
     @property
     def num_returns(self) -> int:
@@ -142,7 +135,9 @@ class TierPort:
 
     @property
     def state(self) -> BreakerState:
-        """The worse of the two breakers."""
+        """The worse of the two breakers; open while the tier is without its medium."""
+        if self.tier.counters().is_down:
+            return BreakerState.OPEN
         states = {self.reads.state, self.writes.state}
         for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
             if state in states:
@@ -205,3 +200,18 @@ class TierPort:
         if self._clock() - start_s >= self._limits.slow_s / 2:  # a silent tier would let each of them wait as long
             with self._lock:
                 self._touch_era += 1
+
+
+def tier_stats(counters: TierCounters, state: BreakerState) -> dict[str, Any]:
+    """A tier's entry of `GET /stats`, without hits."""
+    return {
+        "blocks": counters.blocks,
+        "bytes": counters.nbytes,
+        "capacity_bytes": counters.capacity_bytes,
+        "evictions": counters.evictions,
+        "errors": counters.errors,
+        "corrupt": counters.corrupt,
+        "quarantined": counters.quarantined,
+        "scrubbed_bytes": counters.scrubbed_bytes,
+        "breaker": str(state),
+    }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.residents import Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class BlockWrite:
 class TierCounters:
     """A tier's own account. Counts since start; `blocks` and `nbytes` are present values.
 
-    restarts: times the medium was found to have begun anew, perhaps empty.
+    restarts: times the medium was found to have begun anew, perhaps empty. is_down: it cannot be used at all now, as
+    far as is known without asking it. quarantined: damaged records of which a copy was kept for a look. scrubbed_bytes:
+    re-read for no other reason than to check them.
     """
 
     blocks: int = 0
@@ -62,6 +65,9 @@ class TierCounters:
     bytes_read: int = 0
     bytes_written: int = 0
     restarts: int = 0
+    is_down: bool = False
+    quarantined: int = 0
+    scrubbed_bytes: int = 0
 
 
 class Tier(Protocol):
@@ -132,8 +138,16 @@ class PinningTier(Protocol):
     not renew recency. Deleting or quarantining a record ends its pins.
     """
 
-    def pin(self, addresses: Sequence[Address]) -> int:
-        """Hold the leading present addresses, as far as the bound allows; how many. No I/O."""
+    def pin(self, addresses: Sequence[Address]) -> Lease:
+        """Hold the leading present addresses, as far as the bound allows. No I/O."""
 
-    def unpin(self, addresses: Sequence[Address]) -> None:
-        """Undo one `pin` of each; nothing for those that are gone. No I/O."""
+    def unpin(self, lease: Lease) -> None:
+        """Give a lease back; nothing for records that are gone, or when it was given back before. No I/O."""
+
+
+@runtime_checkable
+class QuarantiningTier(Protocol):
+    """What a tier adds when it can keep a copy of a record that it takes out of use (nvme)."""
+
+    def quarantine(self, addresses: Sequence[Address], reason: str) -> None:
+        """Like `delete`; each record that was there counts as corrupt. Best effort, never raises."""

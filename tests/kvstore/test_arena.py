@@ -88,7 +88,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(3 * SLAB, slab_bytes=SLAB)
+        self.arena = Arena(3 * SLAB, slab_bytes=SLAB, poison=True)
         self.taken: dict[int, tuple[Slot, int]] = {}
         self.serial = 0
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pagetier.kvstore.arena import POISON
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, Tier
@@ -38,7 +39,7 @@ class TestHostTier(TierContract):
 @pytest.fixture
 def small() -> Iterator[HostTier]:
     """Eight blocks in two slabs."""
-    tier = HostTier(8 * PAYLOAD_BYTES, slab_bytes=4 * PAYLOAD_BYTES)
+    tier = HostTier(8 * PAYLOAD_BYTES, slab_bytes=4 * PAYLOAD_BYTES, poison=True)
     yield tier
     tier.check()
     tier.close()
@@ -64,11 +65,12 @@ def test_pins_hold_at_most_half(small: HostTier) -> None:
     assert isinstance(small, PinningTier)
     names = chain(6)
     put(small, names)
-    assert small.pin(addresses(names)) == 4
+    lease = small.pin(addresses(names))
+    assert len(lease) == 4
     put(small, chain(8, seed=1))
     assert_readable(small, names[:4])
     small.check()
-    small.unpin(addresses(names[:4]))
+    small.unpin(lease)
     assert small.num_pinned == 0
 
 
@@ -115,3 +117,19 @@ def test_reads_race_evictions_without_a_wrong_byte(small: HostTier) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_the_bytes_of_a_freed_slot_are_gone(small: HostTier) -> None:
+    """And a stray write into one is found by the next check."""
+    (name,) = chain(1)
+    put(small, [name])
+    slot = small._entries[addresses([name])[0]].slot
+    small.delete(addresses([name]))
+    view = small._arena.view(slot)
+    assert bytes(view) == bytes([POISON]) * PAYLOAD_BYTES
+    small.check()
+    view[100] ^= 1
+    with pytest.raises(AssertionError, match="written while free"):
+        small.check()
+    view[100] ^= 1
+    view.release()

@@ -60,12 +60,13 @@ def test_pins_hold_records_and_are_bounded_to_half() -> None:
     tier, names = small(8), chain(6)
     assert isinstance(tier, PinningTier)
     put(tier, names)
-    assert tier.pin(addresses(names)) == 4
+    lease = tier.pin(addresses(names))
+    assert len(lease) == 4
     put(tier, chain(8, seed=1))
     assert tier.lookup(addresses(names), soon()) == 4
     assert tier.num_pinned == 4
     tier.check()
-    tier.unpin(addresses(names[:4]))
+    tier.unpin(lease)
     assert tier.num_pinned == 0
     assert tier.evict(8) == 8
 
@@ -74,10 +75,11 @@ def test_a_quarantined_record_takes_its_pin_along() -> None:
     faults = Faults(reads={1: Fault.CORRUPT})
     tier, names = small(8, faults), chain(3)
     put(tier, names)
-    assert tier.pin(addresses(names)) == 3
+    lease = tier.pin(addresses(names))
+    assert len(lease) == 3
     assert get(tier, names)[0] == [OK, BlockStatus.CORRUPT, OK]
     tier.check()
-    tier.unpin(addresses(names))
+    tier.unpin(lease)
     tier.check()
     assert tier.num_pinned == 0
 

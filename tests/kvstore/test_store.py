@@ -548,7 +548,10 @@ def test_stats_have_the_shape_of_get_stats() -> None:
         stats = rig.store.stats()
         assert list(stats) == ["nvme", "redis"]
         for tier in stats.values():
-            assert list(tier) == ["blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt", "breaker"]
+            assert list(tier) == [
+                *("blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt", "quarantined"),
+                *("scrubbed_bytes", "breaker"),
+            ]
             assert tier["blocks"] == 3 and tier["bytes"] == 3 * PAYLOAD_BYTES and tier["breaker"] == "closed"
 
 
