@@ -123,7 +123,7 @@ def _state(tier: dict[str, Any]) -> str:
     """What is wrong with a tier, in words; ok when nothing is."""
     faults = [f"{tier[name]:,} {name}" for name in ("errors", "corrupt") if tier[name]]
     if tier["breaker"] not in (None, "closed"):
-        faults.insert(0, f"breaker {str(tier['breaker']).replace('_', ' ')}")
+        faults.insert(0, f"breaker {tier['breaker']}")
     return ", ".join(faults) or "ok"
 
 

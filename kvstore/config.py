@@ -88,13 +88,16 @@ class StoreConfig:
     tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
     host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
     nvme_path: None is `<cache>/nvme`. nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
-    nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a crash loses one segment at most.
+    nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a power cut loses one segment at
+        most. nvme_allow_unsafe: take a path that everybody may write to, or that lies in memory. nvme_scrub: bytes a
+        second that are re-read in the background; none, since every read is verified and a scrub only finds earlier.
     redis_url: as kvstore/redis/url.py reads it, or embedded. redis_size: the embedded server's maxmemory; 4 GiB.
     redis_ttl_s: a day, which outlives a working day's system prompts. redis_linger_s: the embedded server's life
         after its last user; 10 minutes bridge a restart.
     mac_key_file: --kv-mac-key; None: records carry a checksum, which accidents cannot pass but a forger can.
     load_budget_s: for one request's lookup and loads, beyond the time its bytes take at `limits.floor_bytes_per_s`; 1 s
         is less than the prefill that a useful hit saves.
+    poison: overwrite host slots that are free; set by --paranoid.
     """
 
     tiers: tuple[str, ...] = ()
@@ -103,12 +106,15 @@ class StoreConfig:
     nvme_size: int = 20 * GIB
     nvme_io: str = "auto"
     nvme_fsync: str = "segment"
+    nvme_allow_unsafe: bool = False
+    nvme_scrub: int = 0
     redis_url: str = EMBEDDED
     redis_size: int = 4 * GIB
     redis_ttl_s: int = 86_400
     redis_linger_s: float = 600.0
     mac_key_file: Path | None = None
     load_budget_s: float = 1.0
+    poison: bool = False
     limits: StoreLimits = StoreLimits()
 
     @property
@@ -125,6 +131,7 @@ class StoreConfig:
             ("--kv-tier", ",".join(self.tiers), len(set(self.tiers)) == len(self.tiers), "each tier once"),
             ("--kv-host-size", self.host_size, self.host_size >= 0, "0 (no host tier) or more bytes"),
             ("--kv-nvme-size", self.nvme_size, self.nvme_size > 0, "more than 0 bytes"),
+            ("--kv-nvme-scrub", self.nvme_scrub, self.nvme_scrub >= 0, "0 (none) or more bytes a second"),
             ("--kv-nvme-io", self.nvme_io, self.nvme_io in NVME_IO, ", ".join(NVME_IO)),
             ("--kv-nvme-fsync", self.nvme_fsync, self.nvme_fsync in NVME_FSYNC, ", ".join(NVME_FSYNC)),
             ("--kv-redis-url", without_login(self.redis_url), known_url, f"{', '.join(URL_SCHEMES)} or {EMBEDDED}"),

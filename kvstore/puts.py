@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagetier.kvstore.block import BlockStatus, Part
+from pagetier.kvstore.block import Address, BlockStatus, Part
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.executor import Task
 from pagetier.kvstore.job import PutDone
@@ -63,6 +63,7 @@ class QueuedPut:
 class PutQueue:
     """What waits to be written to one tier. Thread-safe.
 
+    Blocks that were found wrong are taken out of the tier before anything else is written to it.
     Invariants: queued_bytes <= the limit, and is the sum over what is queued or being written; at most one task empties
     the queue, so blocks arrive in the order they were offered.
     """
@@ -73,6 +74,7 @@ class PutQueue:
         self._lock = threading.Lock()
         self._queue: deque[QueuedPut] = deque()  # guarded by self._lock, as all below
         self._queued_bytes = 0
+        self._condemned: set[Address] = set()
         self._is_draining = self._is_closed = False
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
         self._num_dropped = self._num_promoted = 0
@@ -119,11 +121,31 @@ class PutQueue:
                 self._queue.append(put)
                 self._queued_bytes += nbytes
                 self._num_promoted += put.job is None
-            if self._queue and not self._is_draining:
-                self._is_draining = True
-                self.port.write_executor.submit(self._take)
+            self._drain()
         for put in refused:
             put.settle(BlockStatus.DROPPED)
+
+    def condemn(self, addresses: Sequence[Address]) -> None:
+        """Take records out of the tier, soon; copies of them that wait here to be promoted are dropped at once."""
+        with self._lock:
+            self._condemned.update(addresses)
+            wrong = [put for put in self._queue if put.job is None and put.write.address in self._condemned]
+            for put in wrong:
+                self._queue.remove(put)
+                self._queued_bytes -= len(put.write.source)
+            self._num_dropped += len(wrong)
+            self._drain()
+
+    def is_condemned(self, address: Address) -> bool:
+        """Whether a record is about to leave the tier."""
+        with self._lock:
+            return address in self._condemned
+
+    def _drain(self) -> None:
+        """See to it that the queue is emptied. Needs the lock."""
+        if (self._queue or self._condemned) and not self._is_draining:
+            self._is_draining = True
+            self.port.write_executor.submit(self._take)
 
     def forget_drop(self, keys: Sequence[bytes]) -> None:
         """These blocks are stored after all, so their children may be again."""
@@ -157,6 +179,7 @@ class PutQueue:
             )
             if not self._is_draining:
                 assert not self._queue and not self._queued_bytes, f"{self.port.name}: puts wait and nobody writes them"
+                assert not self._condemned, f"{self.port.name}: wrong records wait to be taken out"
 
     def _take(self) -> Task | None:
         """First phase: take a piece off the front."""
@@ -164,6 +187,8 @@ class PutQueue:
         orphans: list[QueuedPut] = []  # the tier refused their parent while they waited
         nbytes = 0
         with self._lock:
+            if self._condemned:
+                return functools.partial(self._quarantine, list(self._condemned))
             while self._queue and (not piece or nbytes < self._limits.piece_bytes):
                 put = self._queue.popleft()
                 if put.write.name.parent in self._dropped:
@@ -178,6 +203,13 @@ class PutQueue:
         for put in orphans:
             put.settle(BlockStatus.DROPPED)
         return functools.partial(self._write, piece, nbytes) if piece else None
+
+    def _quarantine(self, addresses: list[Address]) -> None:
+        """Second phase: take these out of the tier, queue again for what waits."""
+        self.port.quarantine(addresses)
+        with self._lock:
+            self._condemned.difference_update(addresses)
+        self.port.write_executor.submit(self._take)
 
     def _write(self, piece: list[QueuedPut], nbytes: int) -> Task | None:
         """Second phase: write it, settle its blocks, queue again behind the tier's other work."""

@@ -32,9 +32,9 @@ from pagetier.kvstore.loads import Load, LoadRequest
 from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
 from pagetier.kvstore.parts import Division, PartLayout
-from pagetier.kvstore.port import TierPort
+from pagetier.kvstore.port import TierPort, tier_stats
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
-from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier, TierCounters
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class TieredStore:
 
     load_budget_s: for one ticket's lookup and loads together. clock: seconds; must be the tiers' own. make_executor:
     `SeededExecutor(seed).factory` makes a run replay exactly, if the clock is a fake one too. resources: closed with
-    the store, after its tiers. domain: of what is put and looked up from now on; None: the tiers' own.
+    the store, after its tiers. domain: of what is put and looked up from now on; None: the tiers' own. left_out: names
+    of tiers that should be there and could not be built.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TieredStore:
         clock: Callable[[], float] = time.monotonic,
         make_executor: ExecutorFactory = ThreadPool,
         resources: ExitStack | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) != len(names):
@@ -73,7 +75,7 @@ class TieredStore:
         self._domain = domain  # owner: the caller's thread
         self._identity: tuple[bytes, bytes] | None = None  # owner: the caller's thread; domain and encoding
         self._budget_s, self._limits, self._clock = load_budget_s, limits or StoreLimits(), clock
-        self._resources = resources or ExitStack()
+        self._resources, self._left_out = resources or ExitStack(), tuple(left_out)
         self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
         self._queues = [PutQueue(port, part, self._limits, clock) for port in self._ports]
         executors = (e for p in self._ports for e in (p.lookup_executor, p.read_executor, p.write_executor))
@@ -150,7 +152,7 @@ class TieredStore:
             new: list[QueuedPut] = []
             there: list[bytes] = []
             for i, write in enumerate(writes):
-                if port.has(write.address):
+                if port.has(write.address) and not queue.is_condemned(write.address):
                     there.append(write.name.key)
                     job.settle(i, BlockStatus.EXISTS)
                 else:
@@ -170,6 +172,12 @@ class TieredStore:
         names = tuple(blocks)
         for port in self._ports:
             port.submit_touch(names, self._part)
+
+    def quarantine(self, blocks: Sequence[BlockName]) -> None:
+        """Take blocks that were found wrong out of every tier, soon. Whoever puts them from now on stores them anew."""
+        self._check_open()
+        for queue in self._queues:
+            queue.condemn([Address(block.key, self._part) for block in blocks])
 
     def release(self, ticket: int) -> None:
         """Give up a ticket, once. An unfinished lookup ends unseen; loads end as usual and keep the pins till then."""
@@ -195,8 +203,11 @@ class TieredStore:
     # -- beside the verbs ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Per tier `blocks bytes capacity_bytes evictions errors corrupt breaker`, as in `GET /stats`. No I/O."""
-        return {port.name: port.stats() for port in self._ports}
+        """Per tier `blocks bytes capacity_bytes evictions errors corrupt breaker`, as in `GET /stats`. No I/O.
+
+        The breaker of a tier without its medium is open, as is that of one that could not be built."""
+        absent = tier_stats(TierCounters(), BreakerState.OPEN)
+        return {port.name: port.stats() for port in self._ports} | {name: dict(absent) for name in self._left_out}
 
     def counters(self) -> dict[str, int]:
         """The store's own account: what is under way, what was dropped, and what was promoted through a queue."""
@@ -216,7 +227,7 @@ class TieredStore:
     @property
     def is_degraded(self) -> bool:
         """Whether some tier's breaker is not closed."""
-        return any(port.state is not BreakerState.CLOSED for port in self._ports)
+        return bool(self._left_out) or any(port.state is not BreakerState.CLOSED for port in self._ports)
 
     @property
     def has_work(self) -> bool:
@@ -399,11 +410,13 @@ def open_store(
     layout = PartLayout.of(identity.groups[part.group], part, payload_bytes) if divisions else None
     with ExitStack() as tidy, ExitStack() as resources:
         tiers: list[Tier] = []
+        left_out: list[str] = []
         for name in config.tier_names:
             try:
                 tier = _open_tier(name, config, domain, mac_key, resources)
             except (TierError, OSError) as error:
                 logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
+                left_out.append(name)
                 continue
             if layout is not None and name != "host":  # the host tier is this process's own
                 tier = AssemblingTier(tier, part, layout, divisions)
@@ -417,6 +430,7 @@ def open_store(
             load_budget_s=config.load_budget_s,
             limits=config.limits,
             resources=resources.pop_all(),
+            left_out=left_out,
         )
         tidy.pop_all()
     store.put_identity(domain, encoded)
@@ -428,12 +442,22 @@ def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | N
     if name == "host":
         from pagetier.kvstore.host import HostTier
 
-        return HostTier(config.host_size)
+        return HostTier(config.host_size, poison=config.poison)
     if name == "nvme":
+        from pagetier.kvstore.nvme.placement import refuse_unfit
         from pagetier.kvstore.nvme.tier import NvmeTier
 
         path = config.nvme_path or places.nvme_dir()
-        return NvmeTier(path, config.nvme_size, domain, io=config.nvme_io, fsync=config.nvme_fsync, mac_key=mac_key)
+        refuse_unfit(path, allow_unsafe=config.nvme_allow_unsafe)
+        return NvmeTier(
+            path,
+            config.nvme_size,
+            domain,
+            io=config.nvme_io,
+            fsync=config.nvme_fsync,
+            mac_key=mac_key,
+            scrub_bytes_per_s=config.nvme_scrub,
+        )
     from pagetier.kvstore.redis.embedded import join_embedded
     from pagetier.kvstore.redis.tier import RedisTier
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 NUM_WRITERS = 100
 TEMPORARY = ".tmp"
+QUARANTINE = "quarantine"
 _LOCK_POLL_S = 0.002
 _BLOCK_BYTES = 512  # unit of st_blocks
 
@@ -130,14 +131,30 @@ class Folder:
                     with contextlib.suppress(OSError):
                         self._files.unlink(folder / name)
 
+    def quarantine(self, writer: Path | None) -> Path:
+        """Where damaged records of an NN are kept, whether or not it exists; None: of ours."""
+        folder = writer or self.writer
+        assert folder is not None, "no folder of our own"
+        return folder / QUARANTINE
+
     def physical_bytes(self) -> int:
         """Disk blocks of everything that is ours below PATH, folders included."""
-        total = self._blocks(self.path) + self._blocks(self.path / "lock")
+        total = self._blocks(self.path) + self._blocks(self.path / "lock") + self.quarantined_bytes()
         for folder in (self.path / "identities", *self.writers()):
-            total += self._blocks(folder)
-            with contextlib.suppress(FileNotFoundError):
-                total += sum(self._blocks(folder / name) for name in self._files.listdir(folder))
+            total += self._blocks(folder) + self._blocks_below(folder, without=QUARANTINE)
         return total
+
+    def quarantined_bytes(self) -> int:
+        """Disk blocks of all kept damaged records, their folders included."""
+        folders = [self.quarantine(writer) for writer in self.writers()]
+        return sum(self._blocks(folder) + self._blocks_below(folder) for folder in folders)
+
+    def _blocks_below(self, folder: Path, without: str = "") -> int:
+        try:
+            names = self._files.listdir(folder)
+        except FileNotFoundError:
+            return 0
+        return sum(self._blocks(folder / name) for name in names if name != without)
 
     def _blocks(self, path: Path) -> int:
         try:

@@ -206,6 +206,13 @@ class RecordIndex:
             slots = np.flatnonzero(np.frombuffer(self._segments, dtype="<u4") == segment).tolist()
             return {address for slot in slots if (address := self._addresses[slot]) is not None}
 
+    def records_in(self, segment: int) -> list[tuple[bytes, Place]]:
+        """The records of a segment in the order in which they lie there."""
+        with self._lock:
+            slots = np.flatnonzero(np.frombuffer(self._segments, dtype="<u4") == segment).tolist()
+            found = [(address, self._place(slot)) for slot in slots if (address := self._addresses[slot]) is not None]
+        return sorted(found, key=lambda record: record[1].page)
+
     def hot_records(self, segment: int, max_bytes: int) -> list[tuple[bytes, Place]]:
         """Records of a segment that were used later than half of all records, hottest first, up to `max_bytes`."""
         with self._lock:

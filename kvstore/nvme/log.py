@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.nvme.audit import read_record
 from pagetier.kvstore.nvme.catalog import Catalog
-from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, read_full, sync_folder, write_full
+from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, sync_folder, write_full
 from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles, Segment
 from pagetier.kvstore.nvme.index import Place, RecordIndex
@@ -41,11 +42,9 @@ from pagetier.kvstore.nvme.segment import (
 from pagetier.kvstore.record import (
     PAGE_BYTES,
     RecordStatus,
-    address_bytes,
     header_bytes,
     parse_header,
     part_tag,
-    verify,
 )
 
 log = logging.getLogger(__name__)
@@ -57,19 +56,31 @@ _MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TRIM_S = 1.0  # that a start waits for another process that makes room
 _MAX_LEFT_UNSYNCED = 2  # a process syncs a segment while it fills the next one
+MAX_QUARANTINE_BYTES = 8 << 20  # some twenty blocks of a 135M model
+MIN_QUARANTINE_BYTES = 16 << 10
 _ZEROS = bytes(PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
     """capacity_bytes: for all of PATH, in disk blocks. segment_bytes: full size of a segment unless one record needs
-    more. fsync: none, segment (when one is closed) or always (before a put is answered). mac_key: of the records.
+    more. mac_key: of the records.
+
+    fsync: what is brought to the disk, and so what a power cut may cost. none: nothing; whatever the kernel had not yet
+    written. segment: the folder when a segment is created, a segment when it is closed; the open segment. always: also
+    the open segment before a put is answered; nothing that was answered OK. What is lost is missing, never wrong.
     """
 
     capacity_bytes: int
     segment_bytes: int
     fsync: str
     mac_key: bytes | None = None
+
+    @property
+    def quarantine_bytes(self) -> int:
+        """Set aside for damaged records that are kept for a look; a small cap leaves none."""
+        share = min(MAX_QUARANTINE_BYTES, self.capacity_bytes // 64) // PAGE_BYTES * PAGE_BYTES
+        return share if share >= MIN_QUARANTINE_BYTES else 0
 
     @property
     def slack_bytes(self) -> int:
@@ -223,7 +234,8 @@ class SegmentLog:
         if self._folder.writer is None:
             return BlockStatus.DROPPED
         size = max(self._settings.segment_bytes, smallest_segment(payload_bytes))
-        if size + self._settings.slack_bytes > self._settings.capacity_bytes:
+        set_aside = self._settings.slack_bytes + self._settings.quarantine_bytes
+        if size + set_aside > self._settings.capacity_bytes:
             return BlockStatus.DROPPED
         hot: list[Pending] = []
         with self._folder.room_lock(deadline_s) as held:
@@ -232,8 +244,8 @@ class SegmentLog:
             with self._catalog.lock:
                 self._folder.sweep()
                 self._catalog.refresh()
-                limit = self._settings.capacity_bytes - self._settings.slack_bytes - size
-                while self._folder.physical_bytes() > limit:
+                limit = self._settings.capacity_bytes - set_aside - size
+                while self._folder.physical_bytes() - self._folder.quarantined_bytes() > limit:
                     if not self._evict(size, hot):
                         return BlockStatus.DROPPED
                 self._open = self._create(size, hot, limit)
@@ -357,18 +369,12 @@ class SegmentLog:
 
     def _copy(self, fd: int, address: bytes, place: Place) -> Pending | None:
         """A verified copy of a record, of whatever domain; None when it is damaged."""
-        page, payload = bytearray(PAGE_BYTES), bytearray(place.payload_bytes)
-        wanted = PAGE_BYTES + place.payload_bytes
-        if read_full(self._files, fd, [memoryview(page), memoryview(payload)], place.offset) != wanted:
-            return None
-        header = parse_header(page)
-        if header is None or address_bytes(Address(header.name.key, header.part)) != address:
-            return None
-        mac_key = self._settings.mac_key
-        if verify(page, payload, header.domain, header.name, header.part, mac_key=mac_key) is not RecordStatus.OK:
+        found = read_record(self._files, fd, address, place, mac_key=self._settings.mac_key)
+        header = found.header
+        if header is None or found.status is not RecordStatus.OK:
             return None
         parent = header.name.parent + part_tag(header.part)
-        return Pending(address, parent, bytes(page[: header_bytes(header.name.num_tokens)]), memoryview(payload))
+        return Pending(address, parent, bytes(found.page[: header_bytes(header.name.num_tokens)]), found.payload)
 
     def _rewrite(self, hot: list[Pending], payload_bytes: int) -> None:
         """Append kept records to the new segment as long as the record that asked for it still fits."""

@@ -14,7 +14,8 @@ from pagetier.kvstore.nvme.files import Files, read_full
 from pagetier.kvstore.nvme.handles import Handles, Segment
 from pagetier.kvstore.nvme.index import Place, RecordIndex
 from pagetier.kvstore.nvme.log import is_aligned
-from pagetier.kvstore.nvme.segment import QUARANTINED, round_up
+from pagetier.kvstore.nvme.quarantine import Quarantine
+from pagetier.kvstore.nvme.segment import round_up
 from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, verify
 from pagetier.kvstore.tier import BlockRead
 
@@ -71,19 +72,19 @@ class Scratch:
 
 
 class Reader:
-    """Reads and verifies. Thread-safe. `bytes_read`, `errors`, `corrupt`: counts since start."""
+    """Reads and verifies. Thread-safe. `bytes_read`, `errors`: counts since start."""
 
     def __init__(
-        self, files: Files, catalog: Catalog, index: RecordIndex, handles: Handles, mac_key: bytes | None
+        self, files: Files, catalog: Catalog, index: RecordIndex, handles: Handles, quarantine: Quarantine
     ) -> None:
         self._files, self._catalog, self._index, self._handles = files, catalog, index, handles
-        self._mac_key = mac_key
+        self._quarantine = quarantine
+        self.mac_key: bytes | None = None  # of the records; set before the first read
         self._scratch = Scratch()
         self.direct = False
         self._lock = threading.Lock()
         self.bytes_read = 0  # guarded by self._lock
         self.errors = 0  # guarded by self._lock
-        self.corrupt = 0  # guarded by self._lock
         self._strikes: dict[bytes, int] = {}  # guarded by self._lock
 
     def read(self, wanted: Sequence[Wanted], statuses: list[BlockStatus], deadline_s: float) -> None:
@@ -132,7 +133,7 @@ class Reader:
         for i, record in enumerate(run):
             page = scratch[i * PAGE_BYTES : (i + 1) * PAGE_BYTES]
             whole = record.place.offset - run[0].place.offset + PAGE_BYTES + record.place.payload_bytes <= got
-            statuses[record.index] = self._judge(segment, record, page) if whole else self._lost(record)
+            statuses[record.index] = self._judge(segment, record, page) if whole else self._cut(segment, record)
         return True
 
     def _buffers(self, run: list[Wanted], scratch: memoryview) -> list[memoryview]:
@@ -145,41 +146,32 @@ class Reader:
                 buffers.append(scratch[_MAX_RECORDS * PAGE_BYTES :][:padding])
         return buffers
 
+    def _cut(self, segment: Segment, record: Wanted) -> BlockStatus:
+        """The file ends before the record does. Whoever evicts a segment leaves nothing of it; else it is damage."""
+        if self._quarantine.is_evicted(segment, record.address, record.place):
+            return self._lost(record)
+        return self._condemn(segment, record, "cut short")
+
+    def _condemn(self, segment: Segment, record: Wanted, reason: str) -> BlockStatus:
+        self._quarantine.condemn(segment, record.address, record.place, reason)
+        return BlockStatus.CORRUPT
+
     def _lost(self, record: Wanted) -> BlockStatus:
-        """The file ends before the record does: it was evicted by another process, or cut."""
         self._index.remove(record.address, record.place)
         return BlockStatus.MISS
 
     def _judge(self, segment: Segment, record: Wanted, page: memoryview) -> BlockStatus:
         read = record.read
-        status = verify(page, read.destination, record.domain, read.name, read.part, mac_key=self._mac_key)
+        status = verify(page, read.destination, record.domain, read.name, read.part, mac_key=self.mac_key)
         if status is RecordStatus.OK:
             with self._lock:
                 self.bytes_read += read.destination.nbytes
                 if self._strikes:
                     self._strikes.pop(record.address, None)
             return BlockStatus.OK
-        if self._is_evicted(segment, record):
+        if self._quarantine.is_evicted(segment, record.address, record.place):
             return self._lost(record)
-        return self.quarantine(segment, record.address, record.place, status.value)
-
-    def _is_evicted(self, segment: Segment, record: Wanted) -> bool:
-        """Whether the bytes were taken away while we read, rather than damaged."""
-        if self._catalog.get(segment.ident) is None or self._index.find([record.address]) != [record.place]:
-            return True
-        try:
-            return self._files.stat(segment.path).st_size < record.place.end
-        except OSError:
-            return True
-
-    def quarantine(self, segment: Segment, address: bytes, place: Place, reason: str) -> BlockStatus:
-        """Take a record that does not verify out of use for good; CORRUPT."""
-        if self._index.remove(address, place) is not None:
-            self._catalog.mark(segment, [place.page], QUARANTINED)
-            log.warning("%s: record %s is quarantined (%s)", segment.path, address.hex()[:16], reason)
-            with self._lock:
-                self.corrupt += 1
-        return BlockStatus.CORRUPT
+        return self._condemn(segment, record, status.value)
 
     def _count_error(self, record: Wanted, *, others_read: bool) -> None:
         """Count a failed read. A record that fails again and again while the disk answers for others is given up."""
@@ -191,6 +183,6 @@ class Reader:
             self._strikes[record.address] = strikes
         segment = self._catalog.get(record.place.segment)
         if strikes >= _MAX_STRIKES and segment is not None:
-            self.quarantine(segment, record.address, record.place, "unreadable")
+            self._condemn(segment, record, "unreadable")
             with self._lock:
                 self._strikes.pop(record.address, None)

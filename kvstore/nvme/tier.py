@@ -22,7 +22,9 @@ from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles
 from pagetier.kvstore.nvme.index import RecordIndex
 from pagetier.kvstore.nvme.log import LogSettings, Pending, SegmentLog
+from pagetier.kvstore.nvme.quarantine import Quarantine
 from pagetier.kvstore.nvme.reader import Reader, Wanted
+from pagetier.kvstore.nvme.scrub import Scrubber
 from pagetier.kvstore.nvme.segment import DELETED, round_up
 from pagetier.kvstore.record import PAGE_BYTES, pack_header, part_tag
 from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
@@ -40,6 +42,7 @@ class NvmeTier:
 
     A disk that is missing, full or broken makes statuses, not exceptions, and is tried again with every put and, at
     most every `refresh_s`, after lookups; `refresh_s=0` leaves that to explicit calls of `refresh`.
+    scrub_bytes_per_s: how fast a thread re-reads what is closed, 0: none does.
     Raises ConfigError for settings that cannot be, among them io=direct on a file system without it.
     """
 
@@ -58,6 +61,7 @@ class NvmeTier:
         files: Files | None = None,
         refresh_s: float = _REFRESH_S,
         mac_key: bytes | None = None,
+        scrub_bytes_per_s: int = 0,
     ) -> None:
         _validate(capacity_bytes, domain, io, fsync)
         if segment_bytes is None:
@@ -71,7 +75,11 @@ class NvmeTier:
         self._catalog = Catalog(self._files, self._folder, self._index, self._handles)
         settings = LogSettings(capacity_bytes, round_up(segment_bytes), fsync, mac_key)
         self._log = SegmentLog(self._files, self._folder, self._catalog, self._index, self._handles, settings)
-        self._reader = Reader(self._files, self._catalog, self._index, self._handles, mac_key)
+        self._settings = settings
+        parts = (self._files, self._catalog, self._index, self._handles)
+        self._quarantine = Quarantine(self._files, self._folder, self._catalog, self._index, self._handles)
+        self._reader, self._scrubber = Reader(*parts, self._quarantine), Scrubber(*parts, self._quarantine)
+        self._reader.mac_key = self._scrubber.mac_key = mac_key
         self._write_lock = threading.Lock()  # who appends, attaches or detaches; taken before any other lock
         self._attached = False  # guarded by self._write_lock for changes
         self._down = ""  # guarded by self._write_lock; why the tier is not attached
@@ -88,6 +96,8 @@ class NvmeTier:
             self._log.sync_later = self._wake.set
             self._thread = threading.Thread(target=self._follow, args=(refresh_s,), name="pagetier-nvme", daemon=True)
             self._thread.start()
+        if scrub_bytes_per_s > 0:
+            self._scrubber.start(scrub_bytes_per_s)
 
     # ---- finding the folder
 
@@ -102,7 +112,7 @@ class NvmeTier:
             direct = self._io != "buffered" and self._probe_direct()
             if self._io == "direct" and not direct and self._folder.writer is not None:
                 raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
-            self._log.direct = self._reader.direct = direct
+            self._log.direct = self._reader.direct = self._scrubber.direct = direct
             self._log.recover(self._catalog.refresh())
             self._log.trim()
             for domain, encoded in self._identities.items():
@@ -174,10 +184,22 @@ class NvmeTier:
             if self._attached:
                 self._catalog.refresh()
                 self._catalog.renew_mtimes()
+                self._keep_damaged()
         except OSError as error:
             log.warning("nvme tier at %s could not be refreshed (%s)", self.path, error)
         except ConfigError as error:
             log.warning("nvme tier: %s", error)
+
+    def scrub(self) -> int:
+        """Re-read everything that is closed in our NN, at once: bytes read. For tests and tools; else a thread does it
+        at its own pace."""
+        total = 0
+        while nbytes := self._scrubber.step():
+            total += nbytes
+        return total
+
+    def _keep_damaged(self) -> None:
+        self._quarantine.keep_waiting(self._settings.quarantine_bytes, self._capacity_bytes)
 
     # ---- the contract's verbs
 
@@ -225,7 +247,8 @@ class NvmeTier:
             if place.payload_bytes != reads[i].destination.nbytes:
                 segment = self._catalog.get(place.segment)
                 if segment is not None:
-                    statuses[i] = self._reader.quarantine(segment, address, place, "payload of another size")
+                    self._quarantine.condemn(segment, address, place, "payload of another size")
+                    statuses[i] = BlockStatus.CORRUPT
                 continue
             wanted.append(Wanted(i, address, place, reads[i], reads[i].domain or self._domain))
         self._reader.read(wanted, statuses, deadline_s)
@@ -305,6 +328,14 @@ class NvmeTier:
                 self._catalog.mark(segment, listed, DELETED)
         return sum(len(listed) for listed in pages.values())
 
+    def quarantine(self, addresses: Sequence[Address], reason: str) -> None:
+        """As in `QuarantiningTier`."""
+        packed = self._packed(addresses)
+        for address, place in zip(packed, self._index.find(packed), strict=True):
+            segment = None if place is None else self._catalog.get(place.segment)
+            if place is not None and segment is not None:
+                self._quarantine.condemn(segment, address, place, reason)
+
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         """As in `Tier`. One that cannot be written now is written when the folder is back."""
         self._identities[domain] = encoded
@@ -329,10 +360,13 @@ class NvmeTier:
             nbytes=self._index.nbytes,
             capacity_bytes=self._capacity_bytes,
             evictions=self._log.evictions,
-            errors=self._reader.errors + self._write_errors,
-            corrupt=self._reader.corrupt,
+            errors=self._reader.errors + self._scrubber.errors + self._write_errors,
+            corrupt=self._quarantine.num_condemned,
+            quarantined=self._quarantine.num_kept,
+            scrubbed_bytes=self._scrubber.bytes_read,
             bytes_read=self._reader.bytes_read,
             bytes_written=self._log.bytes_written,
+            is_down=not self._attached and not self._closed,
         )
 
     def check(self) -> None:
@@ -341,7 +375,10 @@ class NvmeTier:
             self._index.check()
             self._catalog.check()
             if self._attached:
-                used = self._folder.physical_bytes()
+                try:
+                    used = self._folder.physical_bytes()
+                except OSError:
+                    return  # the disk's fault, not ours
                 assert used <= self._capacity_bytes, f"{self.path} takes {used} of {self._capacity_bytes} bytes"
 
     def close(self) -> None:
@@ -350,12 +387,14 @@ class NvmeTier:
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        self._scrubber.close()
         with self._write_lock:
             if self._closed:
                 return
             closed = self._log.close_open()
             if self._attached:
                 self._catalog.renew_mtimes(closed)
+                self._keep_damaged()
             self._closed, self._attached = True, False
             self._log.sync_closed()
             self._catalog.clear()

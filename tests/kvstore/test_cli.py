@@ -37,7 +37,7 @@ STATS: dict[str, Any] = {
     "tiers": {
         "device": TIER,
         "nvme": TIER | {"hit_rate": 0.24, "hit_tokens": 240, "breaker": "closed"},
-        "redis": TIER | {"hit_rate": 0.0, "hit_tokens": 0, "breaker": "half_open", "errors": 3, "corrupt": 1},
+        "redis": TIER | {"hit_rate": 0.0, "hit_tokens": 0, "breaker": "half-open", "errors": 3, "corrupt": 1},
     },
     "preemptions": {"recompute": 2, "swap": 1},
     "harmful_hits": 0,
@@ -98,7 +98,7 @@ def test_the_table_has_a_line_per_tier_and_the_total(server: tuple[str, Any]) ->
 
 def test_what_is_wrong_with_a_tier_is_said_in_words() -> None:
     text = shown(STATS)
-    assert "breaker half open, 3 errors, 1 corrupt" in text
+    assert "breaker half-open, 3 errors, 1 corrupt" in text
     assert "up 1:02:03" in text and "400 of 1,000 lookup tokens" in text and "preemptions 3" in text
 
 

@@ -56,6 +56,7 @@ def test_exact_sizes_are_formatted_exactly() -> None:
         ({"host_size": -1}, "--kv-host-size"),
         ({"nvme_size": 0}, "--kv-nvme-size"),
         ({"nvme_io": "mmap"}, "--kv-nvme-io"),
+        ({"nvme_scrub": -1}, "--kv-nvme-scrub"),
         ({"nvme_fsync": "yes"}, "--kv-nvme-fsync"),
         ({"redis_url": "localhost:6379"}, "--kv-redis-url"),
         ({"redis_url": "redis+fleet://me:secret@host"}, "//…@host"),

@@ -1,71 +1,119 @@
-"""Killed at any moment while it writes: what is found after is right, and the disk use stays under the cap."""
+"""Killed at any moment while it writes: what is found after is right, and the disk use stays under the cap.
+
+A hundred rounds by default; `-m slow` runs a thousand.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.nvme.tier import NvmeTier
-from tests.kvstore.tier_contract import DOMAIN, addresses, chain, get, payload_of, put, soon
+from tests.kvstore.nvme_writer import CAPACITY, CHAIN_BLOCKS, opened
+from tests.kvstore.tier_contract import addresses, chain, get, payload_of, soon
 
-CAPACITY = 4 << 20
-ROUNDS = 8
-CHAIN_BLOCKS = 12
+ROUNDS = 100
+LONGEST_S = 0.05  # from the first chain that is stored to the kill; a segment takes about 0.01 s
+KEPT = 40  # chains of earlier rounds that are looked at in each
 
 
-def write_until_killed(path: Path, first_seed: int) -> None:
-    """The child: put chain after chain, and say the seed of each that was stored."""
-    tier = NvmeTier(path, CAPACITY, DOMAIN, segment_bytes=512 << 10, refresh_s=0)
-    for seed in range(first_seed, first_seed + 100_000):
-        statuses = put(tier, chain(CHAIN_BLOCKS, seed=seed))
-        if set(statuses) == {BlockStatus.OK}:
-            os.write(1, b"%d\n" % seed)
+class Nursery:
+    """The process that forks writers (tests/kvstore/nvme_writer.py)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        command = [sys.executable, "-m", "tests.kvstore.nvme_writer", str(path)]
+        self.process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+
+    def round(self, first: int, life_s: float) -> list[int]:
+        """Let a writer live that long past its first chain, then kill it; the chains that it said were stored."""
+        self._stdin.write(b"%d\n" % first)
+        self._stdin.flush()
+        pid, stored = 0, list[int]()
+        while (line := self._stdout.readline()) != b"dead\n":
+            assert line, "the nursery died"
+            if line.startswith(b"pid"):
+                pid = int(line.split()[1])
+                continue
+            stored.append(int(line))
+            if len(stored) == 1:
+                time.sleep(life_s)
+                assert disk_bytes(self.path) <= CAPACITY, "while it writes"
+                os.kill(pid, signal.SIGKILL)
+        return stored
+
+    def close(self) -> None:
+        self._stdin.close()
+        self.process.wait(20)
+        self._stdout.close()
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path / "nvme")
+    yield nursery
+    nursery.close()
 
 
 def disk_bytes(path: Path) -> int:
-    return sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")])
+    """What `du` says; files may vanish while it looks."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for entry in (folder, *(os.path.join(folder, name) for name in names)):
+            try:
+                total += os.lstat(entry).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
 
 
-def check_recovery(path: Path, seeds: list[int], last: int) -> None:
-    """Everything found is right; the last chain that was reported stored is there in whole."""
-    assert disk_bytes(path) <= CAPACITY
-    with NvmeTier(path, CAPACITY, DOMAIN, segment_bytes=512 << 10, refresh_s=0) as tier:
-        assert tier._folder.writer == path / "00"
-        assert tier.counters().blocks > 0
-        for seed in seeds:
-            names = chain(CHAIN_BLOCKS, seed=seed)
-            statuses, buffers = get(tier, names)
-            for name, status, buffer in zip(names, statuses, buffers, strict=True):
-                assert status in (BlockStatus.OK, BlockStatus.MISS), f"chain {seed}: {status}"
-                assert status is BlockStatus.MISS or buffer == payload_of(name), f"chain {seed}: wrong bytes"
-        assert tier.lookup(addresses(chain(CHAIN_BLOCKS, seed=last)), soon()) == CHAIN_BLOCKS
-        assert tier.counters().corrupt == 0
-        assert tier.counters().errors == 0
-        tier.check()
-    assert disk_bytes(path) <= CAPACITY
+def check_recovery(tier: NvmeTier, chains: list[int], last: int) -> None:
+    """Everything found is right; the last chain that was said to be stored is there in whole."""
+    for number in chains:
+        names = chain(CHAIN_BLOCKS, seed=number)
+        statuses, buffers = get(tier, names)
+        for name, status, buffer in zip(names, statuses, buffers, strict=True):
+            assert status in (BlockStatus.OK, BlockStatus.MISS), f"chain {number}: {status}"
+            assert status is BlockStatus.MISS or buffer == payload_of(name), f"chain {number}: wrong bytes"
+    assert tier.lookup(addresses(chain(CHAIN_BLOCKS, seed=last)), soon()) == CHAIN_BLOCKS
+    assert (tier.counters().corrupt, tier.counters().errors) == (0, 0)
+    tier.check()
 
 
-def test_kill_9_while_it_writes(tmp_path: Path) -> None:
-    path, seeds = tmp_path / "nvme", list[int]()
-    for round_ in range(ROUNDS):
-        command = [sys.executable, "-m", "tests.kvstore.test_nvme_kill", str(path), str(round_ * 1_000_000)]
-        with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            said = child.stdout.readline()
-            assert said, "the child stored nothing"
-            time.sleep(0.02 + 0.017 * round_)
-            child.kill()
-            said += child.stdout.read()
-        assert child.returncode == -signal.SIGKILL
-        done = [int(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
-        seeds = (seeds + done)[-80:]
-        check_recovery(path, [*seeds, done[-1] + 1], done[-1])
+def kill_again_and_again(nursery: Nursery, num_rounds: int, seed: int) -> None:
+    rng, seen, num_chains = random.Random(seed), list[int](), 0
+    for round_ in range(num_rounds):
+        stored = nursery.round(round_ * 1_000_000, rng.random() * LONGEST_S)
+        num_chains += len(stored)
+        assert disk_bytes(nursery.path) <= CAPACITY, f"seed {seed}, round {round_}: after the kill"
+        with opened(nursery.path) as tier:
+            assert tier._folder.writer == nursery.path / "00"
+            check_recovery(tier, [*seen, *stored[-KEPT:], stored[-1] + 1], stored[-1])
+        assert disk_bytes(nursery.path) <= CAPACITY, f"seed {seed}, round {round_}: after recovery"
+        seen = rng.sample([*seen, *stored], min(KEPT, len(seen) + len(stored)))
+    written = num_chains * CHAIN_BLOCKS * 12_288
+    assert written > 2 * CAPACITY, "segments went while it was killed"
 
 
-if __name__ == "__main__":
-    write_until_killed(Path(sys.argv[1]), int(sys.argv[2]))
+@pytest.mark.timeout(300)
+def test_kill_9_while_it_writes(nursery: Nursery) -> None:
+    kill_again_and_again(nursery, ROUNDS, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_kill_9_a_thousand_times(nursery: Nursery) -> None:
+    kill_again_and_again(nursery, 10 * ROUNDS, seed=2)

@@ -8,11 +8,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagetier.kvstore.block import BlockName, BlockStatus, KVGroup, Part, Plane
 from pagetier.kvstore.config import MIB, StoreConfig
+from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LookupDone, PutDone
 from pagetier.kvstore.keys import chain_names, root_key
@@ -37,6 +39,7 @@ IDENTITY = CacheIdentity(
     kv_format="none",
     lora_digest="",
 )
+NVME: dict[str, Any] = {"nvme_size": 512 * MIB, "nvme_allow_unsafe": True}  # the tests' folder may lie in memory
 NAMES = chain_names(root_key(IDENTITY.domain()), list(range(32)), 8)
 
 
@@ -55,7 +58,9 @@ def put_all(store: TieredStore) -> None:
 
 
 def test_host_and_nvme_serve_and_nvme_survives_a_restart(tmp_path: Path) -> None:
-    config = StoreConfig(tiers=("nvme",), host_size=4 * MIB, nvme_path=tmp_path, nvme_size=512 * MIB)
+    config = StoreConfig(
+        tiers=("nvme",), host_size=4 * MIB, nvme_path=tmp_path, nvme_size=512 * MIB, nvme_allow_unsafe=True
+    )
     with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
         assert list(store.stats()) == ["host", "nvme"]
         put_all(store)
@@ -72,19 +77,44 @@ def test_host_and_nvme_serve_and_nvme_survives_a_restart(tmp_path: Path) -> None
 
 
 def test_the_store_serves_though_a_tier_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    not_a_folder = tmp_path / "file"
-    not_a_folder.write_text("in the way")
-    config = StoreConfig(tiers=("nvme",), host_size=4 * MIB, nvme_path=not_a_folder / "kv", nvme_size=512 * MIB)
+    """And says so, in a line and in its stats, until the medium is there."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    config = StoreConfig(
+        tiers=("nvme",), host_size=4 * MIB, nvme_path=loop, nvme_size=512 * MIB, nvme_allow_unsafe=True
+    )
     with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
+        assert [store.stats()[name]["breaker"] for name in ("host", "nvme")] == ["closed", "open"]
+        assert store.is_degraded
+        assert len([r for r in caplog.records if "nvme" in r.getMessage().lower()]) == 1, "it is said once, aloud"
         put_all(store)
         ticket = store.submit_lookup(NAMES)
         assert answer(store) == LookupDone(ticket, ("host",) * 4)
         store.release(ticket)
-    assert any("nvme" in record.getMessage().lower() for record in caplog.records), "it is said once, aloud"
+        loop.unlink()
+        store.submit_put([NAMES[0]], [memoryview(bytes(PAYLOAD_BYTES))])
+        answer(store)
+        assert store.stats()["nvme"]["breaker"] == "closed" and not store.is_degraded
+
+
+def test_a_path_that_can_never_work_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "kv"):
+        config = StoreConfig(tiers=("nvme",), nvme_path=path, **NVME)
+        with pytest.raises(ConfigError, match="--kv-nvme-path.*name another place"):
+            open_store(config, IDENTITY, PART, PAYLOAD_BYTES)
+
+
+def test_a_path_that_all_may_write_to_is_taken_only_when_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path, nvme_size=512 * MIB)
+    with pytest.raises(ConfigError, match="everybody may write.*--kv-nvme-allow-unsafe"):
+        open_store(config, IDENTITY, PART, PAYLOAD_BYTES)
+    open_store(replace(config, nvme_allow_unsafe=True), IDENTITY, PART, PAYLOAD_BYTES).close()
 
 
 def test_an_identity_is_put_beside_the_records(tmp_path: Path) -> None:
-    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path, nvme_size=512 * MIB)
+    config = StoreConfig(tiers=("nvme",), nvme_path=tmp_path, **NVME)
     with open_store(config, IDENTITY, PART, PAYLOAD_BYTES) as store:
         put_all(store)
         assert store.flush(5.0)
