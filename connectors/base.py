@@ -46,6 +46,9 @@ class Connector(Protocol):
     def set_identity(self, identity: CacheIdentity) -> None:
         """From now on lookups and saves are `identity`'s. What was begun goes on under the former one."""
 
+    def quarantine(self, blocks: Sequence[BlockName]) -> None:
+        """These were found to hold what they should not: take them out of every tier, soon."""
+
     @property
     def num_returns(self) -> int:
         """Times a tier came back after a failure or a restart: what was saved before may be missing there."""
@@ -55,6 +58,9 @@ class Connector(Protocol):
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for queued saves; whether all were written. For shutdown only: this one blocks."""
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant of the connector or of the store is broken."""
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""

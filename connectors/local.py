@@ -51,6 +51,9 @@ class LocalConnector:
     def set_identity(self, identity: CacheIdentity) -> None:
         self._store.set_identity(identity)
 
+    def quarantine(self, blocks: Sequence[BlockName]) -> None:
+        self._store.quarantine(blocks)
+
     @property
     def num_returns(self) -> int:
         return self._store.num_returns

@@ -132,6 +132,9 @@ class StagedConnector:
         """As for every connector; saves that wait for slots know whose they are."""
         self._store.set_identity(identity)
 
+    def quarantine(self, blocks: Sequence[BlockName]) -> None:
+        self._store.quarantine(blocks)
+
     @property
     def num_returns(self) -> int:
         return self._store.num_returns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,8 @@ class Batch:
     fresh_blocks: block ids allocated since the last step; `--paranoid` runners poison them first, so that a slot read
         before it is written shows. Blocks that a load filled are not among them.
     request_ids: one per row; for diagnostics and the ledger only.
+    compares: (num_compares, 2) (block computed by this step, block that must hold the same), compared when all else of
+        the step is done.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Batch:
     copies: I32
     fresh_blocks: I32
     request_ids: tuple[str, ...]
+    compares: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     @property
     def num_tokens(self) -> int:
@@ -91,8 +94,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """token_ids: (num_samples,) int64; logprobs: one per sample row, None where not asked for."""
+    """token_ids: (num_samples,) int64; logprobs: one per sample row, None where not asked for. differing: those blocks
+    computed by the step that are not what they were compared with."""
 
     step: int
     token_ids: I64
     logprobs: tuple[TokenLogprobs | None, ...]
+    differing: tuple[int, ...] = ()

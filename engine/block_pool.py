@@ -6,19 +6,24 @@ list is touched by no launched step, no load and no save: whoever may touch a bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from pagetier.engine.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Bookkeeping only; the bytes live with the runner. Owner: core thread."""
+    """Bookkeeping only; the bytes live with the runner. Owner: core thread.
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    poison: told of blocks that nobody may read any more, before they are given out again (--paranoid).
+    """
+
+    def __init__(
+        self, num_blocks: int, index: PrefixIndex, poison: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.num_referenced = 0
-        self._index = index
+        self._index, self._poison = index, poison
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: the most recently freed first
 
@@ -35,7 +40,7 @@ class BlockPool:
             if freed is None:
                 return None
             self.num_evictions += len(freed)
-            self._free.extend(freed)
+            self._put_free(freed)
         blocks = [self._free.pop() for _ in range(num_blocks)]
         for block in blocks:
             self._references[block] = 1
@@ -52,6 +57,7 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less to each; a block with none left stays cached if indexed, else it is free."""
+        freed: list[int] = []
         for block in blocks:
             count = self._references[block]
             assert count > 0, f"block {block} released too often"
@@ -61,7 +67,13 @@ class BlockPool:
                 if self._index.node_of(block) is not None:
                     self._index.deactivate(block)
                 else:
-                    self._free.append(block)
+                    freed.append(block)
+        self._put_free(freed)
+
+    def _put_free(self, blocks: list[int]) -> None:
+        self._free.extend(blocks)
+        if self._poison is not None and blocks:
+            self._poison(blocks)
 
     def references(self, block: int) -> int:
         return self._references[block]

@@ -25,6 +25,7 @@ from pagetier.engine.config import (
     DTYPES,
     MAX_THREADS,
     EngineConfig,
+    parse_verify,
 )
 from pagetier.engine.core import EngineCore
 from pagetier.engine.cpu_list import parse_cpus
@@ -40,6 +41,7 @@ from pagetier.engine.weights.loader import Checkpoint, load_checkpoint
 from pagetier.kernels.cpu.build import BuildError, library_path
 from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.block import Part
+from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import GIB, StoreConfig, format_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import CacheIdentity
@@ -83,13 +85,16 @@ class ServeConfig:
     seed: int = 0
     kv_hash: str = "sha256"
     weights_version: str = ""
+    kv_verify: str = "checksum"
     paranoid: bool = False
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
 @dataclass(slots=True)
 class Engine:
-    """A core and the facts its front ends need. Owner: core thread. identity: of the KV that is computed now."""
+    """A core and the facts its front ends need. Owner: core thread. identity: of the KV that is computed now.
+    tiers_down: those that it started without.
+    """
 
     core: EngineCore
     tokenizer: Tokenizer
@@ -98,6 +103,7 @@ class Engine:
     dtype: str
     identity: CacheIdentity
     tiers: tuple[str, ...]
+    tiers_down: tuple[str, ...]
 
     @property
     def domain(self) -> bytes:
@@ -166,7 +172,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
     connector = None
     if config.store.tiers or config.store.host_size:
         part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
-        store = open_store(config.store, identity, part, pool.block_nbytes)
+        store = open_store(replace(config.store, poison=config.paranoid), identity, part, pool.block_nbytes)
         undo.callback(store.close)
         connector = _connector(store, pool)
     core = EngineCore(
@@ -176,6 +182,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         root_of=root_of,
         hash_name=config.kv_hash,
         block_nbytes=pool.block_nbytes,
+        poison=pool.poison if config.paranoid else None,
     )
     undo.pop_all()
     return Engine(
@@ -186,6 +193,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         dtype=dtype,
         identity=identity,
         tiers=("device", *config.store.tier_names),
+        tiers_down=tuple(name for name, tier in core.stats()["tiers"].items() if tier["breaker"] == BreakerState.OPEN),
     )
 
 
@@ -237,6 +245,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
         preemption_mode=config.preemption_mode,
         seed=config.seed,
         paranoid=config.paranoid,
+        shadow_one_in=parse_verify(config.kv_verify),
     )
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,6 +27,9 @@ from pagetier.engine.serve_flags import CPU_KERNELS_HELP, THREADS_HELP, ServeFla
 from pagetier.kvstore.config import StoreConfig, default_redis_url
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
+
+if TYPE_CHECKING:
+    from pagetier.engine.server.wire import Ready
 
 SAMPLING = "Sampling"
 
@@ -73,10 +76,9 @@ def serve(flags: ServeFlags) -> None:
         start_s = time.monotonic()
         with Console(stderr=True).status(f"loading {flags.model}") as status:
 
-            def started(url: str) -> None:
+            def started(url: str, ready: Ready) -> None:
                 status.stop()
-                tiers = " > ".join(("device", *fields["store"]["tiers"]))
-                seconds = time.monotonic() - start_s
+                tiers, seconds = tiers_shown(ready), time.monotonic() - start_s
                 typer.echo(
                     f"Pagetier {__version__} serves {names[0]} at {url} (KV tiers {tiers}; up in {seconds:.1f} s)"
                 )
@@ -84,6 +86,11 @@ def serve(flags: ServeFlags) -> None:
                 sys.stdout.flush()
 
             _run_async(run(options, lambda: load_tokenizer(path), listener, started))
+
+
+def tiers_shown(ready: Ready) -> str:
+    """The tiers in their order, and which of them the engine started without: `device > nvme (down) > redis`."""
+    return " > ".join(f"{name} (down)" if name in ready.tiers_down else name for name in ready.tiers)
 
 
 def _run_async(work: Any) -> None:

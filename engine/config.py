@@ -12,6 +12,7 @@ CPU_KERNELS = ("auto", "avx2", "avx512", "avx512_bf16", "amx", "torch")
 MAX_THREADS = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
 PREEMPTION_MODES = ("recompute", "swap", "hybrid")
+SHADOW_ONE_IN = 1000
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
@@ -31,7 +32,8 @@ class EngineConfig:
     preemption_mode: how a preempted request gets its KV back: computed again, from the lower tiers, or whichever is
         cheaper by this process's own measurements.
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
-    paranoid: run every `check()` after every step and poison fresh blocks.
+    paranoid: run every `check()` after every step (the store's now and then), poison fresh and freed bytes.
+    shadow_one_in: of that many loaded blocks one is computed anew and compared; 0: none.
     """
 
     num_blocks: int
@@ -48,6 +50,7 @@ class EngineConfig:
     preemption_mode: str = "hybrid"
     seed: int = 0
     paranoid: bool = False
+    shadow_one_in: int = 0
 
     def __post_init__(self) -> None:
         for name, ok, allowed in (
@@ -63,6 +66,7 @@ class EngineConfig:
                 ", ".join(SCHEDULING_POLICIES),
             ),
             ("--preemption-mode", self.preemption_mode in PREEMPTION_MODES, ", ".join(PREEMPTION_MODES)),
+            ("--kv-verify", self.shadow_one_in >= 0, "shadow:N with N at least 1"),
             ("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2"),
         ):
             if not ok:
@@ -73,3 +77,20 @@ class EngineConfig:
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens >= --max-model-len "
                 f"({self.max_num_batched_tokens} < {self.max_model_len}); raise the one or lower the other"
             )
+        if self.shadow_one_in and self.max_num_batched_tokens < self.block_size:
+            raise ConfigError(
+                f"--kv-verify shadow needs --max-num-batched-tokens >= --block-size "
+                f"({self.max_num_batched_tokens} < {self.block_size}): it computes whole blocks"
+            )
+
+
+def parse_verify(text: str) -> int:
+    """Of how many loaded blocks `--kv-verify` has one computed anew: 0 for checksum. Raises ConfigError."""
+    mode, colon, number = text.partition(":")
+    if mode == "checksum" and not colon:
+        return 0
+    if mode == "shadow" and not colon:
+        return SHADOW_ONE_IN
+    if mode == "shadow" and number.isascii() and number.isdigit() and int(number) >= 1:
+        return int(number)
+    raise ConfigError.bad_value("--kv-verify", text, f"checksum, shadow (of {SHADOW_ONE_IN} blocks one) or shadow:N")

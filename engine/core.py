@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pagetier.connectors.base import Connector
@@ -24,13 +24,15 @@ from pagetier.kvstore.keys import hash_named
 
 logger = logging.getLogger(__name__)
 
+STORE_CHECK_STEPS = 32  # with `paranoid`, the store is checked once in so many steps: it looks at every record
+
 
 class EngineCore:
     """One model's engine. Every method belongs to one thread, which it blocks only while it waits for the runner.
 
     root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
-    statistics. make_policy: a policy of one's own instead of the configuration's. Closing closes the runner and the
-    connector.
+    statistics. make_policy: a policy of one's own instead of the configuration's. poison: overwrites device blocks; with
+    it, blocks are overwritten as soon as they are free. Closing closes the runner and the connector.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class EngineCore:
         block_nbytes: int = 0,
         num_groups: int = 1,
         make_policy: MakePolicy | None = None,
+        poison: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -51,7 +54,7 @@ class EngineCore:
         self._num_groups = num_groups
         self._block_nbytes = block_nbytes
         index = PrefixIndex(config.block_size)
-        pool = BlockPool(config.num_blocks, index)
+        pool = BlockPool(config.num_blocks, index, poison)
         cost = RestoreCost(runner.prefill_s)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
@@ -59,6 +62,7 @@ class EngineCore:
         self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
         self._closed = False
         self._is_stepping = self._is_stalled = False
+        self._num_steps = 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with finish reason `error` by the next step.
@@ -124,7 +128,10 @@ class EngineCore:
             logger.exception("a step failed; its requests end with an error")
             outputs += self._fail(error)
         if self.config.paranoid:
-            self.check()
+            self.scheduler.check()
+            self._num_steps += 1
+            if self._connector is not None and self._num_steps % STORE_CHECK_STEPS == 0:
+                self._connector.check()
         return outputs
 
     def _fail(self, error: Exception) -> list[TokenOutput]:
@@ -164,6 +171,7 @@ class EngineCore:
                 "swap": scheduler.num_swaps,
             },
             "harmful_hits": 0,
+            "verify": scheduler.shadow.as_dict(),
             "requests": {
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
@@ -182,12 +190,16 @@ class EngineCore:
             "evictions": pool.num_evictions,
             "errors": 0,
             "corrupt": 0,
+            "quarantined": 0,
+            "scrubbed_bytes": 0,
             "breaker": None,
         }
 
     def check(self) -> None:
-        """Raise AssertionError, with ids, when an invariant is broken."""
+        """Raise AssertionError, with ids, when an invariant of the engine or of its store is broken."""
         self.scheduler.check()
+        if self._connector is not None:
+            self._connector.check()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for queued saves; whether all were written."""

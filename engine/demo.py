@@ -181,8 +181,8 @@ class Replica:
             *(sys.executable, "-m", "pagetier.cli", "serve", "--model", str(options.path)),
             *("--served-model-name", options.model, "--dtype", options.dtype, "--port", "0"),
             *("--kv-tier", "nvme,redis", "--kv-nvme-path", str(scratch / f"nvme-{number}")),
-            *("--kv-nvme-size", "2GiB", "--kv-redis-url", "embedded", "--kv-redis-size", "1GiB"),
-            *("--kv-redis-linger", "600", "--kv-cache-memory", "1GiB"),
+            *("--kv-nvme-allow-unsafe", "--kv-nvme-size", "2GiB", "--kv-redis-url", "embedded"),
+            *("--kv-redis-size", "1GiB", "--kv-redis-linger", "600", "--kv-cache-memory", "1GiB"),
         ]
         self._environment = os.environ | {"PAGETIER_CACHE_DIR": str(scratch / CACHE)}
         self._log = scratch / f"replica-{number}.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -97,10 +98,22 @@ class DevicePool:
         start = block_id * self.block_nbytes
         return memoryview(self._map)[start : start + self.block_nbytes]
 
-    def poison(self, block_ids: npt.NDArray[np.int32]) -> None:
-        """Fill fresh blocks with NaN, so that a read of a slot never written cannot go unseen (--paranoid)."""
-        for block_id in block_ids.tolist():
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that a read of a slot that was never written, or is somebody else's by now, cannot
+        go unseen (--paranoid). Waits for it: a load may write to them next."""
+        for block_id in block_ids:
             self.tensor[block_id].fill_(torch.nan)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def differ(self, a: int, b: int, tolerance: float) -> bool:
+        """Whether two blocks hold different KV. tolerance 0.0: in any bit; else the norm of the difference may be that
+        share of the norm of `b`, in each layer's K and V."""
+        one, other = self.tensor[a], self.tensor[b]  # (num_layers, 2, num_kv_heads, block_size, head_dim)
+        if not tolerance:
+            return not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        distance = (one.float() - other.float()).flatten(2).norm(dim=2)  # (num_layers, 2)
+        return not bool((distance <= tolerance * other.float().flatten(2).norm(dim=2)).all())  # NaN differs
 
     def copy_slots(self, copies: npt.NDArray[np.int32]) -> None:
         """Copy-on-write. copies: (num_copies, 3) of (source, destination, num_tokens): the first num_tokens slots of

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 GAP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-BREAKER_STATES = {None: 0, "closed": 0, "half_open": 1, "open": 2}
+BREAKER_STATES = {None: 0, "closed": 0, "half-open": 1, "open": 2}
 
 
 class ServerMetrics:
@@ -94,6 +94,7 @@ class _EngineCollector(Collector):
         yield from self._requests(self.stats.get("requests", {}))
         yield from self._lookups(self.stats["lookup"], self.stats["preemptions"])
         yield from self._tiers(self.stats["tiers"])
+        yield from self._verify(self.stats["verify"])
         yield self._count("pagetier_harmful_hits", "Loads slower than recompute", self.stats["harmful_hits"])
 
     def _requests(self, requests: Mapping[str, int]) -> Iterable[Metric]:
@@ -110,6 +111,14 @@ class _EngineCollector(Collector):
             by_mode.add_metric([mode], count)
         yield by_mode
 
+    def _verify(self, verify: Mapping[str, int]) -> Iterable[Metric]:
+        for name, field, text in (
+            ("pagetier_shadow_checked_blocks", "checked", "Loaded blocks that were computed anew and compared"),
+            ("pagetier_shadow_differing_blocks", "differing", "Those that were not what was loaded"),
+            ("pagetier_shadow_skipped_blocks", "skipped", "Those chosen for it when no block was free"),
+        ):
+            yield self._count(name, text, verify[field])
+
     def _tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
         device = tiers.get("device", {})
         capacity = device.get("capacity_blocks", 0)
@@ -121,6 +130,8 @@ class _EngineCollector(Collector):
             ("pagetier_tier_evictions", "evictions", "Blocks evicted"),
             ("pagetier_tier_errors", "errors", "Failed operations"),
             ("pagetier_tier_corrupt", "corrupt", "Entries that did not verify"),
+            ("pagetier_tier_quarantined", "quarantined", "Damaged entries kept for a look"),
+            ("pagetier_tier_scrubbed_bytes", "scrubbed_bytes", "Bytes re-read only to check them"),
         ):
             counter = CounterMetricFamily(name, text, labels=["tier"])
             for tier, values in tiers.items():

@@ -16,6 +16,8 @@ class PlannedRow(NamedTuple):
 
     epoch: the request's at planning; a different one at commit means that its KV was given up in between.
     pending_row: the previous step's sample row whose token is this row's last input, -1 if all inputs are known.
+    scratch: of a row that computes one whole block for a shadow check, where that goes instead of the request's own
+    block; -1 for all others.
     """
 
     request: Request
@@ -24,12 +26,14 @@ class PlannedRow(NamedTuple):
     sample: int
     epoch: int
     pending_row: int
+    scratch: int = -1
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One step. `release_after`: blocks to release once the step is collected: copy sources, and what requests that
-    ended or were preempted meanwhile held. num_tokens, num_samples: of the rows so far."""
+    ended or were preempted meanwhile held. num_tokens, num_samples: of the rows so far. shadow_rows: indices of those
+    with a scratch block."""
 
     step: int
     rows: list[PlannedRow] = field(default_factory=list)
@@ -38,6 +42,7 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     fresh_blocks: list[int] = field(default_factory=list)
     release_after: list[int] = field(default_factory=list)
+    shadow_rows: list[int] = field(default_factory=list)
 
     def add(self, row: PlannedRow) -> None:
         self.rows.append(row)
@@ -59,6 +64,7 @@ def build_batch(plan: StepPlan, block_size: int, num_groups: int) -> Batch:
     token_sources: I32 = np.full(plan.num_tokens, -1, np.int32)
     token_sources[last] = [row.pending_row for row in rows]
     table = _block_table(rows, -(-ends // block_size))
+    compares = _redirect(plan, table, block_size)
     slots: I64 = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
     return Batch(
         step=plan.step,
@@ -74,7 +80,19 @@ def build_batch(plan: StepPlan, block_size: int, num_groups: int) -> Batch:
         copies=np.asarray(plan.copies, np.int32).reshape(-1, 3),
         fresh_blocks=np.asarray(plan.fresh_blocks, np.int32),
         request_ids=tuple(row.request.request_id for row in rows),
+        compares=compares,
     )
+
+
+def _redirect(plan: StepPlan, table: I32, block_size: int) -> I32:
+    """Let shadow rows write to their scratch blocks. (num_compares, 2) each such block and the request's own."""
+    pairs: I32 = np.empty((len(plan.shadow_rows), 2), np.int32)
+    for pair, i in zip(pairs, plan.shadow_rows, strict=True):
+        row = plan.rows[i]
+        block = row.start // block_size
+        pair[:] = row.scratch, row.request.block_ids[block]
+        table[i, block] = row.scratch
+    return pairs
 
 
 def _block_table(rows: list[PlannedRow], num_blocks: I32) -> I32:

@@ -15,7 +15,7 @@ from pagetier.kvstore.keys import Hash, block_key, chain_names, pack_tokens
 
 class RequestState(StrEnum):
     WAITING = "waiting"
-    LOADING = "loading"  # holds blocks that a lower tier is filling
+    LOADING = "loading"  # holds blocks that a lower tier is filling, or that are checked after that
     RUNNING = "running"
     FINISHED = "finished"
 

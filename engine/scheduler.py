@@ -26,6 +26,7 @@ from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.policies.base import Policy
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
 from pagetier.engine.request import Request, RequestState
+from pagetier.engine.shadow import ShadowCheck, ShadowChecks
 from pagetier.engine.transfers import Loaded, Transfers
 from pagetier.engine.victims import choose_victim
 from pagetier.kvstore.keys import Hash
@@ -55,6 +56,7 @@ class Scheduler:
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
+        self.shadow = ShadowChecks(config.shadow_one_in, config.block_size, self._allocate)
         self.num_preemptions = self.num_swaps = 0  # of any kind; those of them by way of the lower tiers
         self.running: list[Request] = []
         self.waiting = policy
@@ -113,6 +115,7 @@ class Scheduler:
         del self._requests[request.request_id]
         self.waiting.finish(request)
         self.transfers.release(request)
+        self.shadow.forget(request)
         self._give_up_blocks(request)
 
     def _queue_of(self, request: Request) -> list[Request] | Policy:
@@ -143,7 +146,10 @@ class Scheduler:
         plan = StepPlan(self._num_steps)
         self._look_ahead()
         made_way = self._make_way()
-        if self._plan_running(plan) and not made_way:
+        may_admit = self._plan_running(plan) and not made_way
+        for request, check in self.shadow.plan(plan, self._budget(plan)):
+            self._end_check(request, check)
+        if may_admit:
             self._plan_waiting(plan)
         if not plan.rows:
             return None
@@ -288,6 +294,7 @@ class Scheduler:
         request.epoch += 1
         self._queue_of(request).remove(request)
         self.transfers.release(request)
+        self.shadow.forget(request)
         self._give_up_blocks(request)
         request.num_computed_tokens = request.num_committed_tokens = request.num_indexed_blocks = 0
         request.tip = None
@@ -466,7 +473,7 @@ class Scheduler:
             self._end_load(loaded)
 
     def _end_load(self, loaded: Loaded) -> None:
-        """What arrived becomes computed and indexed; the rest of the prompt is computed as usual."""
+        """What arrived becomes computed and indexed, at once or after a shadow check; the rest is computed as usual."""
         request, block_size = loaded.request, self.config.block_size
         num_device = request.num_computed_tokens // block_size
         end = num_device + len(loaded.tiers)
@@ -474,15 +481,36 @@ class Scheduler:
             self.pool.release(request.block_ids[end:])
             del request.block_ids[end:]
             request.num_tabled_blocks = min(request.num_tabled_blocks, end)
-        cached = {"device": num_device * block_size}
-        for tier in loaded.tiers:
+        if not self.shadow.begin(request, num_device, loaded.tiers):
+            self._take_loaded(request, loaded.tiers)
+
+    def _take_loaded(self, request: Request, tiers: tuple[str, ...]) -> None:
+        """Go on with the blocks that these tiers served, in order, behind those from the device."""
+        block_size = self.config.block_size
+        cached = {"device": request.num_computed_tokens}
+        for tier in tiers:
             cached[tier] = cached.get(tier, 0) + block_size
         self.loading.remove(request)
-        self._set_computed(request, end * block_size)
+        self._set_computed(request, request.num_computed_tokens + len(tiers) * block_size)
         tiers_state = self.transfers.tiers_state
         for node in self._index_blocks(request):
             node.saved = tiers_state
         self._start_running(request, cached)
+
+    def _end_check(self, request: Request, check: ShadowCheck) -> None:
+        """Go on with what was loaded, or without any of it when a block differs: the cause may lie in any before it."""
+        if not check.differing:
+            self._take_loaded(request, check.tiers)
+            return
+        suspects = request.names[check.first : min(check.differing) + 1]
+        logger.warning(
+            "loaded block %s is not what this engine computes; the tiers (%s) lose it and the %d loaded before it",
+            suspects[-1].key.hex()[:16],
+            ", ".join(dict.fromkeys(check.tiers)),
+            len(suspects) - 1,
+        )
+        self.transfers.quarantine(suspects)
+        self._take_loaded(request, ())
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Take in the oldest launched step's samples: outputs, newly full blocks, ended requests."""
@@ -494,6 +522,11 @@ class Scheduler:
             request.num_in_flight -= 1
             if request.state is RequestState.FINISHED:
                 continue  # overshoot: the token is discarded and its slot never keyed
+            if row.scratch >= 0:
+                check = self.shadow.take(row, row.scratch in result.differing)
+                if check is not None:
+                    self._end_check(request, check)
+                continue
             if row.epoch == request.epoch:
                 request.num_committed_tokens = row.end
             if row.sample >= 0:
@@ -589,3 +622,4 @@ class Scheduler:
         assert ranks == sorted(ranks), "running order"
         self.pool.check()
         self.transfers.check()
+        self.shadow.check(self.loading)

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.engine.config import CPU_KERNELS, DEVICES, DTYPES, MAX_THREADS, PREEMPTION_MODES, SCHEDULING_POLICIES
+from pagetier.engine.config import (
+    CPU_KERNELS,
+    DEVICES,
+    DTYPES,
+    MAX_THREADS,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    SHADOW_ONE_IN,
+    parse_verify,
+)
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
@@ -25,6 +34,15 @@ THREADS_HELP = "Threads of the model on a CPU; 0: one per core it may use. More 
 CPU_KERNELS_HELP = (
     f"{', '.join(CPU_KERNELS)}: the best level this CPU has, that level (replicas on unlike CPUs share KV only at the "
     "same one), or torch's modules, several times slower."
+)
+
+KV_VERIFY_HELP = (
+    f"checksum: every record that is read. shadow[:N]: also, one of N loaded blocks (default {SHADOW_ONE_IN}) is "
+    "computed anew and compared; costs that computation."
+)
+NVME_FSYNC_HELP = (
+    "What a power cut may cost. always: nothing that was stored; segment: the segment being written; none: what the "
+    "kernel had not written yet. A killed process loses nothing with any of them."
 )
 
 
@@ -119,7 +137,7 @@ class ServeFlags:
         float | None, _option("--itl-target-ms", panel=SCHEDULER, text="Not built yet.", hidden=True)
     ] = None
     paranoid: Annotated[
-        bool, _option("--paranoid", panel=SCHEDULER, text="Check all invariants after every step. Slow.")
+        bool, _option("--paranoid", panel=SCHEDULER, text="Check all invariants, poison fresh and freed bytes. Slow.")
     ] = False
 
     kv_cache_memory: Annotated[
@@ -155,7 +173,13 @@ class ServeFlags:
     ] = None
     kv_nvme_size: Annotated[str, _option("--kv-nvme-size", panel=TIERS, text="Cap, e.g. 20GiB.")] = "20GiB"
     kv_nvme_io: Annotated[str, _option("--kv-nvme-io", panel=TIERS, text="auto, direct or buffered.")] = "auto"
-    kv_nvme_fsync: Annotated[str, _option("--kv-nvme-fsync", panel=TIERS, text="none, segment or always.")] = "segment"
+    kv_nvme_fsync: Annotated[str, _option("--kv-nvme-fsync", panel=TIERS, text=NVME_FSYNC_HELP)] = "segment"
+    kv_nvme_scrub: Annotated[
+        str, _option("--kv-nvme-scrub", panel=TIERS, text="Bytes a second re-read to find damage, e.g. 4MiB; 0: none.")
+    ] = "0"
+    kv_nvme_allow_unsafe: Annotated[
+        bool, _option("--kv-nvme-allow-unsafe", panel=TIERS, text="Take a path in memory, or one all may write to.")
+    ] = False
     kv_redis_url: Annotated[
         str | None,
         _option(
@@ -176,7 +200,7 @@ class ServeFlags:
     kv_write_policy: Annotated[
         str | None, _option("--kv-write-policy", panel=TIERS, text="Not built yet.", hidden=True)
     ] = None
-    kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text="checksum (shadow: later).")] = "checksum"
+    kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text=KV_VERIFY_HELP)] = "checksum"
     kv_mac_key: Annotated[
         Path | None,
         _option(
@@ -196,7 +220,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "itl_target_ms": (None,),
     "kv_cache_dtype": ("auto",),
     "kv_write_policy": (None,),
-    "kv_verify": ("checksum",),
 }
 
 
@@ -226,6 +249,8 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
         "nvme_size": parse_size(flags.kv_nvme_size, "--kv-nvme-size"),
         "nvme_io": flags.kv_nvme_io,
         "nvme_fsync": flags.kv_nvme_fsync,
+        "nvme_allow_unsafe": flags.kv_nvme_allow_unsafe,
+        "nvme_scrub": parse_size(flags.kv_nvme_scrub, "--kv-nvme-scrub"),
         "redis_url": flags.kv_redis_url or default_redis_url(),
         "redis_size": parse_size(flags.kv_redis_size, "--kv-redis-size"),
         "redis_ttl_s": flags.kv_redis_ttl,
@@ -255,6 +280,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
             raise ConfigError.bad_value(flag, value, ", ".join(allowed))
     parse_cpus(flags.threads_bind)
     hash_named(flags.kv_hash)
+    parse_verify(flags.kv_verify)
     return {
         "model": flags.model,
         "dtype": flags.dtype,
@@ -276,6 +302,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "enable_chunked_prefill": flags.enable_chunked_prefill,
         "kv_hash": flags.kv_hash,
         "weights_version": checked_weights_version(flags.weights_version),
+        "kv_verify": flags.kv_verify,
         "paranoid": flags.paranoid,
         "store": store_fields(flags),
     }

@@ -15,7 +15,7 @@ from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.prefix_index import Node
 from pagetier.engine.request import Request
 from pagetier.engine.restore_cost import RestoreCost
-from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
 
 STORED = (BlockStatus.OK, BlockStatus.EXISTS)
@@ -117,6 +117,11 @@ class Transfers:
         """A request uses these device blocks: keep their copies below warm."""
         if self._connector is not None and nodes:
             self._connector.touch([node.name for node in nodes if node.name is not None])
+
+    def quarantine(self, names: Sequence[BlockName]) -> None:
+        """These blocks were found wrong: take them out of every lower tier."""
+        assert self._connector is not None, "what was loaded came from a tier"
+        self._connector.quarantine(names)
 
     def release(self, request: Request) -> None:
         """Give back the request's ticket, if any; whatever it started runs to its end unseen."""

@@ -76,6 +76,11 @@ class CompiledModel:
         """What decides the rounding of K and V besides weights and dtype."""
         return {"kernel_revision": KERNEL_REVISION, "isa": self.isa.name.lower()}
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Yes, by construction (tests/kernels/cpu/test_invariance.py)."""
+        return True
+
     # ---- description
 
     def _keep(self, array: np.ndarray) -> np.ndarray:

@@ -104,6 +104,11 @@ class Llama:
         """Not measured."""
         return None
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """No: library GEMMs choose their order of additions by the number of rows."""
+        return False
+
     def close(self) -> None:
         """Nothing to let go of."""
 

@@ -16,6 +16,9 @@ from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.sampler import sample
 
 MAX_OUTSTANDING = 2
+# Of a block computed in another batch by a model whose rounding depends on the batch: what a wrong block differs by is
+# about 1, the noise of another batch some 1e-6, 1e-3 and 1e-2 (random tiny models).
+SHADOW_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class Model(Protocol):
@@ -27,6 +30,10 @@ class Model(Protocol):
     @property
     def numerics(self) -> dict[str, str]:
         """What decides the rounding of K and V besides weights and dtype."""
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's K and V are the same to the bit whatever is computed beside it, and in which pieces."""
 
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
@@ -115,7 +122,7 @@ class ModelRunner:
     def _run(self, batch: Batch) -> StepResult:
         self._validate(batch)
         if self._paranoid:
-            self.pool.poison(batch.fresh_blocks)
+            self.pool.poison(batch.fresh_blocks.tolist())
         self.pool.copy_slots(batch.copies)
         token_ids = torch.from_numpy(self._resolve_tokens(batch)).to(self.model.device)  # (num_tokens,)
         logits = self.model.forward(token_ids, batch, self.pool.tensor)  # (num_samples, vocab_size)
@@ -123,7 +130,11 @@ class ModelRunner:
         self._previous = tokens
         if self.model.device.type == "cuda":  # a batch without samples, a chunk of a prompt, has waited for nothing yet
             torch.cuda.current_stream(self.model.device).synchronize()
-        return StepResult(batch.step, tokens, logprobs)
+        return StepResult(batch.step, tokens, logprobs, self._differing(batch))
+
+    def _differing(self, batch: Batch) -> tuple[int, ...]:
+        tolerance = 0.0 if self.model.is_batch_invariant else SHADOW_TOLERANCE[self.pool.tensor.dtype]
+        return tuple(a for a, b in batch.compares.tolist() if self.pool.differ(a, b, tolerance))
 
     def _resolve_tokens(self, batch: Batch) -> I64:
         """(num_tokens,) ids, those sampled by the previous batch filled in."""
@@ -154,6 +165,7 @@ class ModelRunner:
             ("logits_indices", _within(batch.logits_indices, batch.num_tokens)),
             ("samples", len(batch.samples) == len(batch.logits_indices)),
             ("fresh_blocks", _within(batch.fresh_blocks, num_blocks)),
+            ("compares", _within(batch.compares, num_blocks)),
             ("copies", _within(batch.copies[:, :2], num_blocks) and _within(batch.copies[:, 2], block_size + 1)),
         ):
             if not ok:

@@ -50,6 +50,8 @@ TIER_FIELDS = (
     "evictions",
     "errors",
     "corrupt",
+    "quarantined",
+    "scrubbed_bytes",
     "breaker",
 )
 
@@ -210,6 +212,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
                 },
                 "preemptions": counters["preemptions"],
                 "harmful_hits": counters["harmful_hits"],
+                "verify": counters["verify"],
             }
         )
 

@@ -50,4 +50,5 @@ def ready_of(engine: Engine) -> Ready:
         max_num_queued_reqs=config.max_num_queued_reqs,
         eos_token_ids=tuple(dict.fromkeys((*engine.model_config.eos_token_ids, *tokenizer.eos_token_ids))),
         tiers=engine.tiers,
+        tiers_down=engine.tiers_down,
     )

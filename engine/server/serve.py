@@ -24,6 +24,7 @@ from pagetier.engine.server.engine_host import EngineHost, EngineOrder, ProcessH
 from pagetier.engine.server.engine_process import RUNNING_SHARE
 from pagetier.engine.server.errors import shutting_down
 from pagetier.engine.server.preparation import Preparer
+from pagetier.engine.server.wire import Ready
 from pagetier.engine.tokenizer import Tokenizer
 from pagetier.kvstore.errors import ConfigError
 
@@ -70,9 +71,10 @@ async def serve(
     options: ServeOptions,
     tokenizer: Callable[[], Tokenizer],
     listener: socket.socket,
-    started: Callable[[str], None],
+    started: Callable[[str, Ready], None],
 ) -> None:
-    """Serve on `listener` until SIGTERM or SIGINT. `started` is called with the URL once requests are answered.
+    """Serve on `listener` until SIGTERM or SIGINT. `started` is called with the URL, and with
+    what the engine said of itself, once requests are answered.
 
     `tokenizer` loads it; that runs while the engine starts. Raises ConfigError or PagetierError when the engine does
     not start. SIGTERM: running requests get their share of the shutdown time-out, then end with an error; the rest
@@ -170,7 +172,7 @@ async def _answer(
     service: Service,
     listener: socket.socket,
     options: ServeOptions,
-    started: Callable[[str], None],
+    started: Callable[[str, Ready], None],
     end: _End,
 ) -> None:
     config = uvicorn.Config(
@@ -185,7 +187,7 @@ async def _answer(
     try:
         await _first_of(server.listens.wait(), running)
         if not running.done():
-            started(_url(listener))
+            started(_url(listener), service.client.ready)
             await end.unless_asked(_wait_for(running))
             await _drain(service, end, options.shutdown_timeout_s)
     finally:

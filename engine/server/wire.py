@@ -68,7 +68,7 @@ class Ready:
     """The engine serves. What the API process must know of it to hash, check and count.
 
     identity: the encoded cache identity. max_len_tokens: longest prompt + output that can ever run. tiers: those
-    configured, device first.
+    configured, device first. tiers_down: those of them that cannot be used at the start.
     """
 
     identity: bytes
@@ -80,6 +80,7 @@ class Ready:
     max_num_queued_reqs: int
     eos_token_ids: tuple[int, ...]
     tiers: tuple[str, ...]
+    tiers_down: tuple[str, ...] = ()
 
     @property
     def domain(self) -> bytes:
@@ -397,6 +398,7 @@ def _ready_body(m: Ready) -> list[Any]:
         m.max_num_queued_reqs,
         list(m.eos_token_ids),
         list(m.tiers),
+        list(m.tiers_down),
     ]
 
 
@@ -411,6 +413,7 @@ def _parse_ready(fields: _Fields) -> Ready:
         max_num_queued_reqs=fields.number(),
         eos_token_ids=_all(int, fields.array(), "eos_token_ids"),
         tiers=_all(str, fields.array(), "tiers"),
+        tiers_down=_all(str, fields.array(), "tiers_down"),
     )
     fields.end()
     return ready

@@ -58,6 +58,7 @@ def text_ids(smollm2: Path) -> list[int]:
 def engine_of(model: Path, tiers: Sequence[str] = (), *, num_tokens: int = 4096, **options: Any) -> Iterator[Engine]:
     """A float32 engine whose device pool holds `num_tokens` tokens. Options are ServeConfig's and StoreConfig's."""
     store = {name: options.pop(name) for name in list(options) if name in StoreConfig.__dataclass_fields__}
+    store.setdefault("nvme_allow_unsafe", True)  # the tests' folders may lie in memory
     config = ServeConfig(
         model=str(model),
         dtype="float32",

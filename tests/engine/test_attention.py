@@ -43,7 +43,7 @@ def test_attention_equals_the_reference(
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
     pool = DevicePool(PoolShape(num_blocks, NUM_LAYERS, num_kv_heads, block_size, 8), dtype)
-    pool.poison(np.arange(num_blocks, dtype=np.int32))
+    pool.poison(range(num_blocks))
     static = StaticRows(num_blocks, block_size, rng)
     view, scratch = PoolView(pool.tensor, num_heads, window), Scratch(dtype, torch.device("cpu"))
     work = [(static.add([0] * (cached + new)), cached, new) for cached, new in rows]

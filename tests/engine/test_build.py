@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from pagetier.engine.build import ServeConfig, build_engine
+from pagetier.engine.cli import tiers_shown
 from pagetier.engine.config import CPU_KERNELS
 from pagetier.engine.llm import LLM
 from pagetier.engine.sampling_params import SamplingParams
+from pagetier.engine.server.factory import ready_of
 from pagetier.kernels.cpu.build import library_path
 from pagetier.kernels.cpu.library import Isa, Library
+from pagetier.kvstore.config import StoreConfig
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.places import kernels_dir
 from tests.engine.checkpoints import byte_level_tokenizer, hf_model, tokenizer_fields, write_gguf
@@ -33,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(checkpoint: Path, **options: Any) -> tuple[list[int], bytes]:
     """Greedy tokens, and the domain, which names what computed them."""
-    with LLM(str(checkpoint), dtype="float32", kv_cache_memory="1MiB", **options) as llm:
+    with LLM(str(checkpoint), dtype="float32", kv_cache_memory="1MiB", nvme_allow_unsafe=True, **options) as llm:
         [output] = llm.generate([PROMPT], GREEDY)
         return output.outputs[0].token_ids, llm.domain
 
@@ -125,6 +129,26 @@ def test_what_fails_to_start_leaves_no_thread_and_no_folder_taken(
     write_gguf(path, hf_model("LlamaForCausalLM"), **tokenizer_fields(byte_level_tokenizer()))
     assert len(answer(path, kv_tier=("nvme",), nvme_path=folder)[0]) == 8
     assert [entry.name for entry in folder.glob("[0-9][0-9]")] == ["00"]
+
+
+def test_a_tier_without_its_medium_is_named_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    """And is a tier all the same: it serves as soon as the disk is there."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    store = StoreConfig(tiers=("nvme",), nvme_path=loop, nvme_size=1 << 29, nvme_allow_unsafe=True)
+    engine = build_engine(ServeConfig(str(checkpoint), kv_cache_memory=1 << 20, threads=1, store=store))
+    try:
+        ready = ready_of(engine)
+        assert (ready.tiers, ready.tiers_down) == (("device", "nvme"), ("nvme",))
+        assert tiers_shown(ready) == "device > nvme (down)"
+    finally:
+        engine.close()
+    loop.unlink()
+    engine = build_engine(ServeConfig(str(checkpoint), kv_cache_memory=1 << 20, threads=1, store=store))
+    try:
+        assert tiers_shown(ready_of(engine)) == "device > nvme"
+    finally:
+        engine.close()
 
 
 def num_native_threads() -> int:

@@ -94,6 +94,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         block_size=8,
         kv_hash="xxh3-128",
         weights_version="v2",
+        kv_verify="shadow:7",
         paranoid=True,
         kv_tier="redis, nvme",
         kv_host_size="1GiB",
@@ -101,6 +102,8 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_nvme_size="5KiB",
         kv_nvme_io="buffered",
         kv_nvme_fsync="none",
+        kv_nvme_allow_unsafe=True,
+        kv_nvme_scrub="3MiB",
         kv_redis_url="redis://r",
         kv_redis_size="6KiB",
         kv_redis_ttl=5,
@@ -112,7 +115,8 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
     own, store = ServeConfig(), StoreConfig()
     same = [f.name for f in fields(own) if getattr(config, f.name) == getattr(own, f.name)]
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
-    assert [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)] == ["limits"]
+    same = [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)]
+    assert same == ["poison", "limits"], "--paranoid sets the one, no flag the other"
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
     assert config.store.mac_key_file == tmp_path / "key"
 

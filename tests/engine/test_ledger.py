@@ -62,6 +62,7 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
         scheduling_policy=rng.choice(SCHEDULING_POLICIES),
         preemption_mode=rng.choice(PREEMPTION_MODES),
         paranoid=True,
+        shadow_one_in=rng.choice((0, 0, 1, 3)) if budget >= 16 else 0,
     )
 
 
@@ -174,7 +175,9 @@ def run_engine(
     expected = {t.request.request_id: [*t.request.prompt_ids, *t.output] for t in trace}
     runner = parts.runner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
     connector = parts.connector(make_store(rng, tiers, clock, blocks.block_nbytes), blocks) if tiers else None
-    core = EngineCore(config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
+    core = EngineCore(
+        config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()), poison=blocks.poison
+    )
     try:
         verify(core, trace, run_trace(core, trace, clock))
         if connector is not None:

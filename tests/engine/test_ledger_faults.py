@@ -180,7 +180,9 @@ def run_faulty(
     runner = FailingRunner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
     runner.rng, runner.rate = random.Random(rng.random()), rate
     connector = connect(make_store(rng, tiers, clock, blocks.block_nbytes), blocks, rng) if tiers else None
-    core = EngineCore(config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()))
+    core = EngineCore(
+        config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()), poison=blocks.poison
+    )
     try:
         outcome = run_until_empty(core, trace, clock)
         verify_prefixes(core, trace, outcome)

@@ -30,7 +30,7 @@ def forward(model: Llama, batch: Batch, pool: DevicePool) -> Tensor:
 
 def poisoned_pool(model: Llama, num_blocks: int, block_size: int) -> DevicePool:
     pool = DevicePool(PoolShape.of(model.config, num_blocks, block_size), model.dtype, model.device)
-    pool.poison(np.arange(num_blocks, dtype=np.int32))
+    pool.poison(range(num_blocks))
     return pool
 
 

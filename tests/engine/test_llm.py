@@ -32,7 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llm_of(checkpoint: Path, num_tokens: int = 4096, **options: Any) -> LLM:
-    return LLM(str(checkpoint), dtype="float32", kv_cache_memory=num_tokens * KV_BYTES, threads=1, **options)
+    options = {"dtype": "float32", "threads": 1, "nvme_allow_unsafe": True, **options}
+    return LLM(str(checkpoint), kv_cache_memory=num_tokens * KV_BYTES, **options)
 
 
 def make_prompts() -> list[list[int]]:

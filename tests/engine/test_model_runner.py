@@ -219,6 +219,7 @@ class SlowToWrite:
         self.config = case().config
         self.device = torch.device("cuda")
         self.numerics: dict[str, str] = {}
+        self.is_batch_invariant = False
 
     def forward(self, token_ids: torch.Tensor, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         untyped: Any = torch.cuda

@@ -140,6 +140,7 @@ class DoubleCore:
     def stats(self) -> dict[str, Any]:
         rate = self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
         tier = dict.fromkeys(("blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt"), 0)
+        tier |= {"quarantined": 0, "scrubbed_bytes": 0}
         device = {"hit_blocks": self.hit_tokens // BLOCK_SIZE, "hit_tokens": self.hit_tokens, "hit_rate": rate}
         nvme = {"hit_blocks": 0, "hit_tokens": 0, "hit_rate": 0.0}
         return {
@@ -150,6 +151,7 @@ class DoubleCore:
             },
             "preemptions": {"recompute": 0, "swap": 0},
             "harmful_hits": 0,
+            "verify": {"shadow_one_in": 0, "checked": 0, "differing": 0, "skipped": 0},
             "requests": {"running": len(self.running), "waiting": 0, "loading": 0, "aborted": self.num_aborted},
         }
 

@@ -17,4 +17,4 @@ if __name__ == "__main__":
     order = EngineOrder(given, "tests.engine.server.double:build", timeout_s)
     options = ServeOptions(order, ("double",), shutdown_timeout_s=timeout_s)
     listener = bind("127.0.0.1", 0)
-    asyncio.run(serve(options, build_tokenizer, listener, lambda url: print(url, flush=True)))  # noqa: T201
+    asyncio.run(serve(options, build_tokenizer, listener, lambda url, ready: print(url, flush=True)))  # noqa: T201

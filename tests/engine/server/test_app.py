@@ -150,7 +150,7 @@ def test_api_key_guards_the_openai_routes() -> None:
 
 def test_stats_have_the_documented_shape(stack: Stack) -> None:
     stats = stack.stats()
-    assert list(stats) == ["model", "domain", "uptime_s", "lookup", "tiers", "preemptions", "harmful_hits"]
+    assert list(stats) == ["model", "domain", "uptime_s", "lookup", "tiers", "preemptions", "harmful_hits", "verify"]
     assert (stats["model"], stats["domain"]) == ("double", DOMAIN.hex())
     assert set(stats["lookup"]) == {"lookup_tokens", "hit_tokens", "hit_rate"}
     assert list(stats["tiers"]["device"]) == [
@@ -163,6 +163,8 @@ def test_stats_have_the_documented_shape(stack: Stack) -> None:
         "evictions",
         "errors",
         "corrupt",
+        "quarantined",
+        "scrubbed_bytes",
         "breaker",
     ]
     assert sum(tier["hit_rate"] for tier in stats["tiers"].values()) == pytest.approx(stats["lookup"]["hit_rate"])

@@ -205,7 +205,7 @@ class Setting:
 def rig(config: ModelConfig, tensors: dict[str, Tensor], setting: Setting) -> Iterator[Rig]:
     dtype = tensors["model.embed_tokens.weight"].dtype
     pool = DevicePool(PoolShape.of(config, setting.num_blocks, setting.block_size), dtype)
-    pool.poison(np.arange(setting.num_blocks, dtype=np.int32))
+    pool.poison(range(setting.num_blocks))
     model: CompiledModel | Llama = (
         Llama(config, tensors)
         if setting.isa == Isa.NONE

@@ -1,0 +1,116 @@
+"""The shadow check (`--kv-verify shadow:N`): one in N loaded blocks is computed anew and compared with what was loaded.
+
+A checksum proves that a record is what somebody wrote; this proves that it is what this engine would have computed. A
+chosen block is computed from the blocks before it into a scratch block, so its answer depends on all of them too: one
+that differs puts the whole load in doubt. Owns the choice, what is under way and the counts; knows neither bytes nor
+tiers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagetier.engine.plan import PlannedRow, StepPlan
+from pagetier.engine.request import Request
+from pagetier.kvstore.block import BlockName
+
+
+@dataclass(slots=True)
+class ShadowCheck:
+    """What is under way for one request's load of blocks [first, first + len(tiers)). Indices are the request's."""
+
+    first: int
+    tiers: tuple[str, ...]
+    waiting: deque[int]  # chosen blocks that no step computes yet
+    num_under_way: int = 0
+    differing: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waiting and not self.num_under_way
+
+
+def is_chosen(name: BlockName, one_in: int) -> bool:
+    """Whether a block is checked whenever it is loaded: by its key, a hash, so each is with chance 1 / one_in, and
+    every process chooses the same ones. one_in 0: none is.
+    """
+    return one_in > 0 and int.from_bytes(name.key[:8], "little") % one_in == 0
+
+
+class ShadowChecks:
+    """Checks under way, by request. Owner: core thread.
+
+    checked, differing, skipped: blocks since start; skipped were chosen, but there was no scratch block.
+    """
+
+    def __init__(self, one_in: int, block_size: int, allocate: Callable[[int], list[int] | None]) -> None:
+        self.checked = self.differing = self.skipped = 0
+        self._one_in, self._block_size, self._allocate = one_in, block_size, allocate
+        self._checks: dict[Request, ShadowCheck] = {}
+
+    def begin(self, request: Request, first: int, tiers: tuple[str, ...]) -> bool:
+        """A load of blocks from `first` on ended; whether some of them are to be checked before they are used."""
+        if not self._one_in:
+            return False
+        chosen = deque(i for i in range(first, first + len(tiers)) if is_chosen(request.names[i], self._one_in))
+        if chosen:
+            self._checks[request] = ShadowCheck(first, tiers, chosen)
+        return bool(chosen)
+
+    def forget(self, request: Request) -> None:
+        """The request ended or starts over; rows under way go on unseen."""
+        self._checks.pop(request, None)
+
+    def plan(self, plan: StepPlan, budget: int) -> list[tuple[Request, ShadowCheck]]:
+        """Add rows that compute chosen blocks anew, each into a scratch block that is free again after the step, within
+        `budget` tokens. Returns checks that are over because there was no block: nobody gives one up for a check.
+        """
+        for request, check in self._checks.items():
+            while check.waiting and budget >= self._block_size:
+                scratch = self._allocate(1)
+                if scratch is None:
+                    self.skipped += len(check.waiting)
+                    check.waiting.clear()
+                    break
+                start = check.waiting.popleft() * self._block_size
+                row = PlannedRow(request, start, start + self._block_size, -1, request.epoch, -1, scratch[0])
+                plan.shadow_rows.append(len(plan.rows))
+                plan.add(row)
+                plan.release_after += scratch
+                budget -= self._block_size
+                request.num_in_flight += 1
+                check.num_under_way += 1
+        over = [(request, check) for request, check in self._checks.items() if check.is_over]
+        for request, _ in over:
+            del self._checks[request]
+        return over
+
+    def take(self, row: PlannedRow, differs: bool) -> ShadowCheck | None:
+        """A row's block was computed and compared; the request's check if that was the last of it."""
+        if row.epoch != row.request.epoch:
+            return None  # it started over meanwhile
+        check = self._checks[row.request]
+        check.num_under_way -= 1
+        self.checked += 1
+        if differs:
+            self.differing += 1
+            check.differing.append(row.start // self._block_size)
+        return self._checks.pop(row.request) if check.is_over else None
+
+    def as_dict(self) -> dict[str, int]:
+        """The `verify` entry of `GET /stats`. shadow_one_in 0: no block is chosen."""
+        return {
+            "shadow_one_in": self._one_in,
+            "checked": self.checked,
+            "differing": self.differing,
+            "skipped": self.skipped,
+        }
+
+    def check(self, loading: list[Request]) -> None:
+        """Raise AssertionError when a check belongs to nobody who waits for it, or waits for nothing."""
+        for request, check in self._checks.items():
+            assert request in loading, f"{request.request_id} has a check and does not wait for it"
+            assert not check.is_over, f"{request.request_id}: its check is over and still known"
+            assert request.num_in_flight == check.num_under_way, f"{request.request_id}: rows under way"
