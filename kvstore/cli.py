@@ -97,6 +97,7 @@ def _table(one: dict[str, Any]) -> Table:
         caption=(
             f"{lookup['hit_tokens']:,} of {lookup['lookup_tokens']:,} lookup tokens were hits; "
             f"preemptions {sum(one['preemptions'].values())}, harmful hits {one['harmful_hits']}"
+            f"{_verified(one.get('verify', {}))}"
         ),
         show_footer=True,
     )
@@ -117,6 +118,13 @@ def _table(one: dict[str, Any]) -> Table:
             _state(tier),
         )
     return table
+
+
+def _verified(verify: dict[str, int]) -> str:
+    """What the shadow check found, when it is on."""
+    if not verify.get("shadow_one_in"):
+        return ""
+    return f"; shadow check: {verify['differing']:,} of {verify['checked']:,} checked blocks were wrong"
 
 
 def _state(tier: dict[str, Any]) -> str:
