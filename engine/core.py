@@ -31,8 +31,8 @@ class EngineCore:
     """One model's engine. Every method belongs to one thread, which it blocks only while it waits for the runner.
 
     root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
-    statistics. make_policy: a policy of one's own instead of the configuration's. poison: overwrites device blocks; with
-    it, blocks are overwritten as soon as they are free. Closing closes the runner and the connector.
+    statistics. make_policy: a policy of one's own instead of the configuration's. poison: overwrites device blocks;
+    with it, blocks are overwritten as soon as they are free. Closing closes the runner and the connector.
     """
 
     def __init__(

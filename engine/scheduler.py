@@ -25,8 +25,8 @@ from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.policies.base import Policy
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
-from pagetier.engine.request import Request, RequestState
-from pagetier.engine.shadow import ShadowCheck, ShadowChecks
+from pagetier.engine.request import Request, RequestState, refusal
+from pagetier.engine.shadow import ShadowChecks
 from pagetier.engine.transfers import Loaded, Transfers
 from pagetier.engine.victims import choose_victim
 from pagetier.kvstore.keys import Hash
@@ -56,7 +56,7 @@ class Scheduler:
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
-        self.shadow = ShadowChecks(config.shadow_one_in, config.block_size, self._allocate)
+        self.shadow = ShadowChecks(config.shadow_one_in, config.block_size, self._allocate, transfers.quarantine)
         self.num_preemptions = self.num_swaps = 0  # of any kind; those of them by way of the lower tiers
         self.running: list[Request] = []
         self.waiting = policy
@@ -147,8 +147,8 @@ class Scheduler:
         self._look_ahead()
         made_way = self._make_way()
         may_admit = self._plan_running(plan) and not made_way
-        for request, check in self.shadow.plan(plan, self._budget(plan)):
-            self._end_check(request, check)
+        for request, tiers in self.shadow.plan(plan, self._budget(plan)):
+            self._take_loaded(request, tiers)
         if may_admit:
             self._plan_waiting(plan)
         if not plan.rows:
@@ -497,21 +497,6 @@ class Scheduler:
             node.saved = tiers_state
         self._start_running(request, cached)
 
-    def _end_check(self, request: Request, check: ShadowCheck) -> None:
-        """Go on with what was loaded, or without any of it when a block differs: the cause may lie in any before it."""
-        if not check.differing:
-            self._take_loaded(request, check.tiers)
-            return
-        suspects = request.names[check.first : min(check.differing) + 1]
-        logger.warning(
-            "loaded block %s is not what this engine computes; the tiers (%s) lose it and the %d loaded before it",
-            suspects[-1].key.hex()[:16],
-            ", ".join(dict.fromkeys(check.tiers)),
-            len(suspects) - 1,
-        )
-        self.transfers.quarantine(suspects)
-        self._take_loaded(request, ())
-
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Take in the oldest launched step's samples: outputs, newly full blocks, ended requests."""
         assert self.launched.popleft() is plan and result.step == plan.step
@@ -523,9 +508,9 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 continue  # overshoot: the token is discarded and its slot never keyed
             if row.scratch >= 0:
-                check = self.shadow.take(row, row.scratch in result.differing)
-                if check is not None:
-                    self._end_check(request, check)
+                tiers = self.shadow.take(row, row.scratch in result.differing)
+                if tiers is not None:
+                    self._take_loaded(request, tiers)
                 continue
             if row.epoch == request.epoch:
                 request.num_committed_tokens = row.end

@@ -8,13 +8,16 @@ tiers.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.request import Request
 from pagetier.kvstore.block import BlockName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,9 +48,15 @@ class ShadowChecks:
     checked, differing, skipped: blocks since start; skipped were chosen, but there was no scratch block.
     """
 
-    def __init__(self, one_in: int, block_size: int, allocate: Callable[[int], list[int] | None]) -> None:
+    def __init__(
+        self,
+        one_in: int,
+        block_size: int,
+        allocate: Callable[[int], list[int] | None],
+        quarantine: Callable[[Sequence[BlockName]], None],
+    ) -> None:
         self.checked = self.differing = self.skipped = 0
-        self._one_in, self._block_size, self._allocate = one_in, block_size, allocate
+        self._one_in, self._block_size, self._allocate, self._quarantine = one_in, block_size, allocate, quarantine
         self._checks: dict[Request, ShadowCheck] = {}
 
     def begin(self, request: Request, first: int, tiers: tuple[str, ...]) -> bool:
@@ -63,9 +72,10 @@ class ShadowChecks:
         """The request ended or starts over; rows under way go on unseen."""
         self._checks.pop(request, None)
 
-    def plan(self, plan: StepPlan, budget: int) -> list[tuple[Request, ShadowCheck]]:
+    def plan(self, plan: StepPlan, budget: int) -> list[tuple[Request, tuple[str, ...]]]:
         """Add rows that compute chosen blocks anew, each into a scratch block that is free again after the step, within
-        `budget` tokens. Returns checks that are over because there was no block: nobody gives one up for a check.
+        `budget` tokens. Returns requests whose check is over because there was no block (nobody gives one up for a
+        check), with the tiers of the blocks that they may use.
         """
         for request, check in self._checks.items():
             while check.waiting and budget >= self._block_size:
@@ -82,13 +92,13 @@ class ShadowChecks:
                 budget -= self._block_size
                 request.num_in_flight += 1
                 check.num_under_way += 1
-        over = [(request, check) for request, check in self._checks.items() if check.is_over]
-        for request, _ in over:
-            del self._checks[request]
-        return over
+        over = [request for request, check in self._checks.items() if check.is_over]
+        return [(request, self._verdict(request)) for request in over]
 
-    def take(self, row: PlannedRow, differs: bool) -> ShadowCheck | None:
-        """A row's block was computed and compared; the request's check if that was the last of it."""
+    def take(self, row: PlannedRow, differs: bool) -> tuple[str, ...] | None:
+        """A row's block was computed and compared. The tiers of the blocks that the request may use, if its check is
+        over now.
+        """
         if row.epoch != row.request.epoch:
             return None  # it started over meanwhile
         check = self._checks[row.request]
@@ -97,7 +107,24 @@ class ShadowChecks:
         if differs:
             self.differing += 1
             check.differing.append(row.start // self._block_size)
-        return self._checks.pop(row.request) if check.is_over else None
+        return self._verdict(row.request) if check.is_over else None
+
+    def _verdict(self, request: Request) -> tuple[str, ...]:
+        """End a check. What was loaded may be used, or none of it when a block differs: the cause may lie in any before
+        that one, so they leave the tiers with it.
+        """
+        check = self._checks.pop(request)
+        if not check.differing:
+            return check.tiers
+        suspects = request.names[check.first : min(check.differing) + 1]
+        logger.warning(
+            "loaded block %s is not what this engine computes; the tiers (%s) lose it and the %d loaded before it",
+            suspects[-1].key.hex()[:16],
+            ", ".join(dict.fromkeys(check.tiers)),
+            len(suspects) - 1,
+        )
+        self._quarantine(suspects)
+        return ()
 
     def as_dict(self) -> dict[str, int]:
         """The `verify` entry of `GET /stats`. shadow_one_in 0: no block is chosen."""
