@@ -74,7 +74,7 @@ class PutQueue:
         self._lock = threading.Lock()
         self._queue: deque[QueuedPut] = deque()  # guarded by self._lock, as all below
         self._queued_bytes = 0
-        self._condemned: set[Address] = set()
+        self._condemned: dict[Address, None] = {}  # in order, so that a seeded run replays
         self._is_draining = self._is_closed = False
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
         self._num_dropped = self._num_promoted = 0
@@ -128,7 +128,7 @@ class PutQueue:
     def condemn(self, addresses: Sequence[Address]) -> None:
         """Take records out of the tier, soon; copies of them that wait here to be promoted are dropped at once."""
         with self._lock:
-            self._condemned.update(addresses)
+            self._condemned |= dict.fromkeys(addresses)
             wrong = [put for put in self._queue if put.job is None and put.write.address in self._condemned]
             for put in wrong:
                 self._queue.remove(put)
@@ -208,7 +208,8 @@ class PutQueue:
         """Second phase: take these out of the tier, queue again for what waits."""
         self.port.quarantine(addresses)
         with self._lock:
-            self._condemned.difference_update(addresses)
+            for address in addresses:
+                self._condemned.pop(address, None)
         self.port.write_executor.submit(self._take)
 
     def _write(self, piece: list[QueuedPut], nbytes: int) -> Task | None:
