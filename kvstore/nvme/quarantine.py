@@ -78,6 +78,11 @@ class Quarantine:
         except OSError as error:
             log.warning("damaged records of %s could not be kept (%s)", self._folder.path, error)
 
+    def trim(self, max_bytes: int) -> None:
+        """Let kept records of our NN go, as after a start with a smaller cap. Raises OSError."""
+        if self._folder.writer is not None and self._kept():
+            self._make_room(0, max_bytes)
+
     def _keep(self, condemned: _Condemned, max_bytes: int, capacity_bytes: int) -> None:
         segment, place = condemned.segment, condemned.place
         nbytes = place.end - place.offset

@@ -114,6 +114,7 @@ class NvmeTier:
                 raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
             self._log.direct = self._reader.direct = self._scrubber.direct = direct
             self._log.recover(self._catalog.refresh())
+            self._quarantine.trim(self._settings.quarantine_bytes)
             self._log.trim()
             for domain, encoded in self._identities.items():
                 self._folder.put_identity(domain, encoded)

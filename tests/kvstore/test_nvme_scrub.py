@@ -197,6 +197,20 @@ def test_the_folder_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:
         assert tier.counters().quarantined == tier.counters().corrupt == 60
 
 
+def test_a_smaller_cap_takes_effect_on_what_is_kept(tmp_path: Path) -> None:
+    names = chain(8)
+    with opened(tmp_path) as tier:
+        put(tier, names)
+        for name in names:
+            damage(tier, name, 5000)
+        assert get(tier, names)[0] == [CORRUPT] * 8
+    assert len(kept(tmp_path)) == 8
+    with opened(tmp_path, 4 << 20) as tier:
+        assert tier._folder.quarantined_bytes() <= tier._settings.quarantine_bytes == 64 << 10
+        assert 0 < len(kept(tmp_path)) < 8
+        tier.check()
+
+
 def test_a_cap_too_small_for_a_quarantine_only_counts(tmp_path: Path) -> None:
     names = chain(3)
     with opened(tmp_path, 512 << 10, segment_bytes=64 << 10) as tier:
