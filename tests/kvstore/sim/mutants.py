@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced
@@ -24,6 +24,7 @@ from pagetier.kvstore.puts import PutQueue, QueuedPut
 from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, mismatched_fields, parse_header, verify
 from pagetier.kvstore.redis.sockets import Endpoint, Sockets, Stream
 from pagetier.kvstore.redis.tier import RedisTier
+from pagetier.kvstore.residents import Lease
 from pagetier.kvstore.sim.machine import Machine
 from pagetier.kvstore.sim.process import HOST_BLOCKS, Assembly, Process
 from pagetier.kvstore.sim.scenario import Settings
@@ -250,8 +251,8 @@ class LeakPins(Assembly):
     name = "pin not released"
 
     class tier(HostTier):  # noqa: N801
-        def unpin(self, addresses: Sequence[Address]) -> None:
-            super().unpin(addresses[1:])
+        def unpin(self, lease: Lease) -> None:
+            super().unpin(Lease(lease.held[1:]))
 
     def host(self, machine: Machine) -> HostTier:
         return self.tier(HOST_BLOCKS * 4096, slab_bytes=HOST_BLOCKS * 4096, clock=machine.now_s)
