@@ -139,7 +139,11 @@ class Folder:
 
     def physical_bytes(self) -> int:
         """Disk blocks of everything that is ours below PATH, folders included."""
-        total = self._blocks(self.path) + self._blocks(self.path / "lock") + self.quarantined_bytes()
+        return self.working_bytes() + self.quarantined_bytes()
+
+    def working_bytes(self) -> int:
+        """The same without what is kept of damaged records, whose room is set aside."""
+        total = self._blocks(self.path) + self._blocks(self.path / "lock")
         for folder in (self.path / "identities", *self.writers()):
             total += self._blocks(folder) + self._blocks_below(folder, without=QUARANTINE)
         return total

@@ -245,7 +245,7 @@ class SegmentLog:
                 self._folder.sweep()
                 self._catalog.refresh()
                 limit = self._settings.capacity_bytes - set_aside - size
-                while self._folder.physical_bytes() - self._folder.quarantined_bytes() > limit:
+                while self._folder.working_bytes() > limit:
                     if not self._evict(size, hot):
                         return BlockStatus.DROPPED
                 self._open = self._create(size, hot, limit)
@@ -272,7 +272,7 @@ class SegmentLog:
                 if error.errno not in _FULL or not self._evict(size, hot):
                     raise
                 self._folder.sweep()
-                if self._folder.physical_bytes() > limit:  # the failed one is still there
+                if self._folder.working_bytes() > limit:  # the failed one is still there
                     raise
 
     def _create_once(self, size: int) -> Segment:
