@@ -6,6 +6,7 @@ list is touched by no launched step, no load and no save: whoever may touch a bl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from pagetier.engine.prefix_index import PrefixIndex
@@ -78,8 +79,11 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def check(self) -> None:
-        """Raise AssertionError with ids when a block is in no state or in two."""
+    def check(self, held: Iterable[Iterable[int]] = ()) -> None:
+        """Raise AssertionError with ids when a block is in no state or in two, or has fewer references than it is named
+        in `held`: each holder's blocks."""
+        for block, count in Counter(block for blocks in held for block in blocks).items():
+            assert self._references[block] >= count, f"block {block}: {count} holders"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice in the free list"
         unreferenced = {block for block, count in enumerate(self._references) if not count}

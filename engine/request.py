@@ -7,7 +7,6 @@ from enum import StrEnum
 import numpy as np
 
 from pagetier.engine.batch import I32
-from pagetier.engine.config import EngineConfig
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.prefix_index import Node
 from pagetier.kvstore.block import KEY_BYTES, TOKEN_BYTES, BlockName
@@ -162,19 +161,3 @@ def _prompt_names(spec: EngineRequest, packed: bytes, root: bytes, block_size: i
         BlockName(key, parent, root, i * block_size, packed[i * step : (i + 1) * step])
         for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
     ]
-
-
-def refusal(spec: EngineRequest, config: EngineConfig) -> str:
-    """Why a request can never run; empty when it can."""
-    num_prompt, limit, room = len(spec.prompt_ids), config.max_model_len, config.num_blocks * config.block_size
-    if num_prompt == 0:
-        return "the prompt is empty; give at least one token"
-    vocab_size = config.vocab_size
-    if vocab_size is not None and (min(spec.prompt_ids) < 0 or max(spec.prompt_ids) >= vocab_size):
-        wrong = next(token for token in spec.prompt_ids if not 0 <= token < vocab_size)
-        return f"the prompt has token id {wrong}; allowed: 0 to {vocab_size - 1}"
-    if num_prompt >= limit:
-        return f"the prompt has {num_prompt} tokens, but prompt and output together may have {limit}"
-    if num_prompt > room:
-        return f"the prompt has {num_prompt} tokens, but the KV cache holds {room}; raise --kv-cache-memory"
-    return ""

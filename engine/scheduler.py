@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from pagetier.engine.admission import refusal
@@ -25,7 +25,7 @@ from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.policies.base import Policy
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
-from pagetier.engine.request import Request, RequestState, refusal
+from pagetier.engine.request import Request, RequestState
 from pagetier.engine.shadow import ShadowChecks
 from pagetier.engine.transfers import Loaded, Transfers
 from pagetier.engine.victims import choose_victim
@@ -56,7 +56,7 @@ class Scheduler:
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
-        self.shadow = ShadowChecks(config.shadow_one_in, config.block_size, self._allocate, transfers.quarantine)
+        self.shadow = ShadowChecks(config, self._allocate, transfers.quarantine, self._take_loaded)
         self.num_preemptions = self.num_swaps = 0  # of any kind; those of them by way of the lower tiers
         self.running: list[Request] = []
         self.waiting = policy
@@ -147,8 +147,7 @@ class Scheduler:
         self._look_ahead()
         made_way = self._make_way()
         may_admit = self._plan_running(plan) and not made_way
-        for request, tiers in self.shadow.plan(plan, self._budget(plan)):
-            self._take_loaded(request, tiers)
+        self.shadow.plan(plan, self._budget(plan))
         if may_admit:
             self._plan_waiting(plan)
         if not plan.rows:
@@ -508,9 +507,7 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 continue  # overshoot: the token is discarded and its slot never keyed
             if row.scratch >= 0:
-                tiers = self.shadow.take(row, row.scratch in result.differing)
-                if tiers is not None:
-                    self._take_loaded(request, tiers)
+                self.shadow.take(row, row.scratch in result.differing)
                 continue
             if row.epoch == request.epoch:
                 request.num_committed_tokens = row.end
@@ -594,17 +591,10 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError, with ids, when blocks, requests and queues disagree."""
-        held: Counter[int] = Counter()
         queued = {*self.running, *self.waiting, *self.loading}
         assert queued == set(self._requests.values()), "a request is in no queue, or a queue holds a finished one"
-        for request in queued:
-            held.update(request.block_ids)
-        for plan in self.launched:
-            held.update(plan.release_after)
-        for block, count in held.items():
-            assert self.pool.references(block) >= count, f"block {block}: {count} holders"
         ranks = [self.waiting.rank(request) for request in self.running]
         assert ranks == sorted(ranks), "running order"
-        self.pool.check()
+        self.pool.check([request.block_ids for request in queued] + [plan.release_after for plan in self.launched])
         self.transfers.check()
         self.shadow.check(self.loading)

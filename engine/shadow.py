@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pagetier.engine.config import EngineConfig
 from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.request import Request
 from pagetier.kvstore.block import BlockName
@@ -45,18 +46,21 @@ def is_chosen(name: BlockName, one_in: int) -> bool:
 class ShadowChecks:
     """Checks under way, by request. Owner: core thread.
 
-    checked, differing, skipped: blocks since start; skipped were chosen, but there was no scratch block.
+    allocate: fresh blocks, or None. quarantine: takes blocks out of the tiers. take_loaded: a request goes on with the
+    blocks that these tiers served, in order. checked, differing, skipped: blocks since start; skipped were chosen, but
+    there was no scratch block.
     """
 
     def __init__(
         self,
-        one_in: int,
-        block_size: int,
+        config: EngineConfig,
         allocate: Callable[[int], list[int] | None],
         quarantine: Callable[[Sequence[BlockName]], None],
+        take_loaded: Callable[[Request, tuple[str, ...]], None],
     ) -> None:
         self.checked = self.differing = self.skipped = 0
-        self._one_in, self._block_size, self._allocate, self._quarantine = one_in, block_size, allocate, quarantine
+        self._one_in, self._block_size = config.shadow_one_in, config.block_size
+        self._allocate, self._quarantine, self._take_loaded = allocate, quarantine, take_loaded
         self._checks: dict[Request, ShadowCheck] = {}
 
     def begin(self, request: Request, first: int, tiers: tuple[str, ...]) -> bool:
@@ -72,10 +76,9 @@ class ShadowChecks:
         """The request ended or starts over; rows under way go on unseen."""
         self._checks.pop(request, None)
 
-    def plan(self, plan: StepPlan, budget: int) -> list[tuple[Request, tuple[str, ...]]]:
+    def plan(self, plan: StepPlan, budget: int) -> None:
         """Add rows that compute chosen blocks anew, each into a scratch block that is free again after the step, within
-        `budget` tokens. Returns requests whose check is over because there was no block (nobody gives one up for a
-        check), with the tiers of the blocks that they may use.
+        `budget` tokens. A check for which there is no block ends at once: nobody gives one up for it.
         """
         for request, check in self._checks.items():
             while check.waiting and budget >= self._block_size:
@@ -92,30 +95,30 @@ class ShadowChecks:
                 budget -= self._block_size
                 request.num_in_flight += 1
                 check.num_under_way += 1
-        over = [request for request, check in self._checks.items() if check.is_over]
-        return [(request, self._verdict(request)) for request in over]
+        for request in [request for request, check in self._checks.items() if check.is_over]:
+            self._end(request)
 
-    def take(self, row: PlannedRow, differs: bool) -> tuple[str, ...] | None:
-        """A row's block was computed and compared. The tiers of the blocks that the request may use, if its check is
-        over now.
-        """
+    def take(self, row: PlannedRow, differs: bool) -> None:
+        """A row's block was computed and compared."""
         if row.epoch != row.request.epoch:
-            return None  # it started over meanwhile
+            return  # it started over meanwhile
         check = self._checks[row.request]
         check.num_under_way -= 1
         self.checked += 1
         if differs:
             self.differing += 1
             check.differing.append(row.start // self._block_size)
-        return self._verdict(row.request) if check.is_over else None
+        if check.is_over:
+            self._end(row.request)
 
-    def _verdict(self, request: Request) -> tuple[str, ...]:
-        """End a check. What was loaded may be used, or none of it when a block differs: the cause may lie in any before
-        that one, so they leave the tiers with it.
+    def _end(self, request: Request) -> None:
+        """What was loaded may be used, or none of it when a block differs: the cause may lie in any before that one, so
+        they leave the tiers with it.
         """
         check = self._checks.pop(request)
         if not check.differing:
-            return check.tiers
+            self._take_loaded(request, check.tiers)
+            return
         suspects = request.names[check.first : min(check.differing) + 1]
         logger.warning(
             "loaded block %s is not what this engine computes; the tiers (%s) lose it and the %d loaded before it",
@@ -124,7 +127,7 @@ class ShadowChecks:
             len(suspects) - 1,
         )
         self._quarantine(suspects)
-        return ()
+        self._take_loaded(request, ())
 
     def as_dict(self) -> dict[str, int]:
         """The `verify` entry of `GET /stats`. shadow_one_in 0: no block is chosen."""

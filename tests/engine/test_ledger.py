@@ -62,7 +62,7 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
         scheduling_policy=rng.choice(SCHEDULING_POLICIES),
         preemption_mode=rng.choice(PREEMPTION_MODES),
         paranoid=True,
-        shadow_one_in=rng.choice((0, 0, 1, 3)) if budget >= 16 else 0,
+        shadow_one_in=(0, 0, 1, 3)[num_blocks % 4] if budget >= 16 else 0,
     )
 
 
