@@ -87,6 +87,7 @@ class _TimedModel:
         self.config, self.device, self.numerics, self.close = model.config, model.device, model.numerics, model.close
         self.prefill_s = model.prefill_s
         self.is_batch_invariant = model.is_batch_invariant
+        self.core_sampler = model.core_sampler
         self._model = model
         self.start_s = self.end_s = 0.0
         self.kernels = np.zeros_like(model.counters)

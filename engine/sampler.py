@@ -2,6 +2,8 @@
 
 Order: min_tokens, logit_bias, repetition, frequency and presence penalties; greedy ends here; temperature, min_p,
 top_k, top_p, draw. Each row is worked on alone and drawn by its own named random number: it cannot depend on the batch.
+A token's weight is a whole number, whose sums are exact in any order: a draw depends on no kernel's order either. This
+is the reference, and what samples on a GPU; the compiled CPU core does the same, token by token (compiled_sampler.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from pagetier.engine.random_stream import uniforms
 from pagetier.engine.sampling_params import SamplingParams
 
 MIN_TEMPERATURE = 1e-5  # vLLM's epsilon: below it a temperature divides logits into infinities
+UNIT_BITS = 43  # a token's weight is a whole number of 2^-43 of the best one's: sums over 2^20 tokens fit 63 bits
+NUMBER_BITS = 52  # of a random number in [0, 1)
 TOP_P_CANDIDATES = 1024  # top_p sorts this many first and the vocabulary only where they hold too little mass
 
 
@@ -30,11 +34,11 @@ def sample(
     `SampleRow.pending` points into.
     """
     chosen_from = logits
-    if any(_is_adjusted(row) for row in rows):
+    if any(is_adjusted(row) for row in rows):
         chosen_from = logits.clone()  # (num_samples, vocab_size)
         for index, row in enumerate(rows):
-            if _is_adjusted(row):
-                _adjust(chosen_from[index], row, previous)
+            if is_adjusted(row):
+                adjust(chosen_from[index], row, previous)
     tokens = _argmax(chosen_from)  # (num_samples,)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
@@ -62,12 +66,14 @@ def _forbids_end(row: SampleRow) -> bool:
     return row.num_output < row.params.min_tokens
 
 
-def _is_adjusted(row: SampleRow) -> bool:
+def is_adjusted(row: SampleRow) -> bool:
+    """Whether anything changes the row's logits before temperature."""
     return row.params.has_penalties or bool(row.params.logit_bias) or _forbids_end(row)
 
 
-def _adjust(logits: Tensor, row: SampleRow, previous: I64 | None) -> None:
-    """Changes one row's logits (vocab_size,) in place. Ids outside the vocabulary are ignored."""
+def adjust(logits: Tensor, row: SampleRow, previous: I64 | None) -> None:
+    """Changes one row's logits (vocab_size,) in place: min_tokens, logit_bias, penalties. Ids outside the vocabulary
+    are ignored."""
     params, vocab_size = row.params, len(logits)
     if _forbids_end(row):
         ends = params.stop_token_ids + (() if params.ignore_eos else row.eos_token_ids)
@@ -111,17 +117,22 @@ def _draw(logits: Tensor, params: SamplingParams, number: float) -> int:
     if least > -torch.inf:
         ids = torch.nonzero(scaled >= least).flatten()  # (num_kept,)
         scaled = scaled[ids]  # (num_kept,)
-    mass = torch.cumsum(scaled.exp(), dim=0, dtype=torch.float64)  # (num_kept,)
-    index = int(torch.searchsorted(mass, mass[-1] * number, right=True))
-    index = min(index, len(mass) - 1)
+    mass = torch.cumsum(_weights(scaled), dim=0)  # (num_kept,)
+    target = int(mass[-1]) * int(number * (1 << NUMBER_BITS)) >> NUMBER_BITS  # below the last: some token exceeds it
+    index = int(torch.searchsorted(mass, torch.tensor(target, device=mass.device), right=True))
     return index if ids is None else int(ids[index])
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """(num_kept,) int64 e^scaled in units of 2^-UNIT_BITS. scaled: (num_kept,) at most 0."""
+    return (scaled.double().exp() * (1 << UNIT_BITS)).round().to(torch.int64)
 
 
 def _least_kept(scaled: Tensor, params: SamplingParams) -> float:
     """The smallest scaled logit that min_p, top_k and top_p, in this order, keep; -inf: all. scaled: (vocab_size,)."""
     least = -math.inf
     if params.min_p > 0.0:
-        least = math.log(params.min_p)
+        least = float(np.float32(math.log(params.min_p)))
     vocab_size = len(scaled)
     if 0 < params.top_k < vocab_size:
         best = torch.topk(scaled, params.top_k).values  # (top_k,)
@@ -134,21 +145,23 @@ def _least_kept(scaled: Tensor, params: SamplingParams) -> float:
 
 def _least_of_nucleus(scaled: Tensor, top_p: float) -> float:
     """The smallest logit of the smallest set of best tokens with at least `top_p` of the mass. scaled: (num_kept,)."""
-    total = float(torch.cumsum(scaled.exp(), dim=0, dtype=torch.float64)[-1])
+    total = int(_weights(scaled).sum())
+    needed = min(total, math.ceil(top_p * total))
     best = torch.topk(scaled, min(TOP_P_CANDIDATES, len(scaled))).values  # (num_candidates,) best first
-    mass = torch.cumsum(best.exp(), dim=0, dtype=torch.float64)  # (num_candidates,)
-    if float(mass[-1]) < top_p * total and len(best) < len(scaled):
+    mass = torch.cumsum(_weights(best), dim=0)  # (num_candidates,)
+    if int(mass[-1]) < needed:
         best = torch.sort(scaled, descending=True).values  # (num_kept,)
-        mass = torch.cumsum(best.exp(), dim=0, dtype=torch.float64)  # (num_kept,)
-    index = int(torch.searchsorted(mass, torch.tensor(top_p * total, dtype=torch.float64, device=mass.device)))
-    return float(best[min(index, len(best) - 1)])
+        mass = torch.cumsum(_weights(best), dim=0)  # (num_kept,)
+    return float(best[int(torch.searchsorted(mass, torch.tensor(needed, device=mass.device)))])
 
 
 def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """Of the raw distribution. logits: (vocab_size,)."""
+    """Of the raw distribution; of equal tokens the lowest ids are told. logits: (vocab_size,)."""
     logprobs = torch.log_softmax(logits, dim=0)  # (vocab_size,)
-    own = logprobs[token]
-    rank = int((logprobs > own).sum()) + 1
-    values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))  # (num_top,) each
-    best = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprobs(float(own), rank, tuple(best))
+    rank = int((logits > logits[token]).sum()) + 1
+    if not num_top:
+        return TokenLogprobs(float(logprobs[token]), rank, ())
+    least = torch.topk(logits, min(num_top, len(logits))).values[-1]
+    ids = torch.nonzero(~(logits < least)).flatten()  # (num_best,) more than num_top where some are equal
+    best = ids[torch.sort(logits[ids], descending=True, stable=True).indices[:num_top]]  # (num_top,)
+    return TokenLogprobs(float(logprobs[token]), rank, tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True)))

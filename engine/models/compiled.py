@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagetier.engine.batch import Batch
+from pagetier.engine.compiled_sampler import CompiledSampler
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import rope_frequencies
@@ -35,7 +36,8 @@ class UnsupportedError(Exception):
 
 
 class CompiledModel:
-    """Stands in for `models.llama.Llama`: the same `forward`, in one call of the library.
+    """Stands in for `models.llama.Llama`: the same `forward`, in one call of the library, which also checks the batch
+    and makes its copies; and the sampler of the same library.
 
     limit: the highest instruction-set level to use. max_tokens: of one batch. Buffers and scratch are made once;
     nothing is allocated during a step but the logits.
@@ -70,6 +72,7 @@ class CompiledModel:
         self._model = self._make_model(pool)
         self._threads = library.create_threads(num_threads, cpus)
         self._scratch = aligned_bytes(library.scratch_bytes(self._model, self._threads))
+        self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size)
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -186,9 +189,9 @@ class CompiledModel:
     # ---- running
 
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
-        """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
+        """Makes the batch's copies, runs its tokens, writes their K and V; float32 logits (num_samples, vocab_size).
 
-        Raises ValueError, before anything is computed, when an id or length does not fit.
+        Raises ValueError, before anything is copied or computed, when an id or length does not fit.
         """
         logits: np.ndarray = np.empty((len(batch.logits_indices), self.config.vocab_size), np.float32)
         self._buffer_array[len(self._buffers) - 1].data = logits.ctypes.data
@@ -196,32 +199,19 @@ class CompiledModel:
         # What does not fit 32 bits stays outside the vocabulary.
         ids = np.clip(token_ids.numpy(), -1, np.iinfo(np.int32).max).astype(np.int32)
         table = np.ascontiguousarray(batch.block_tables[0])
-        num_tokens, num_rows = len(ids), batch.num_rows
-        arrays = BatchArrays(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            num_samples=len(logits),
-            num_copies=0,
-            table_stride=table.shape[1],
-            token_ids=ids.ctypes.data,
-            positions=_address("positions", batch.positions, num_tokens),
-            query_start_loc=_address("query_start_loc", batch.query_start_loc, num_rows + 1),
-            seq_lens=_address("seq_lens", batch.seq_lens, num_rows),
-            block_table=_address("block_tables", table, num_rows * table.shape[1]),
-            logits_indices=_address("logits_indices", batch.logits_indices, len(logits)),
-            slot_mapping=_address("slot_mapping", batch.slot_mapping[0], num_tokens, np.int64),
-            copies=0,  # the runner's
-        )
-        error = self._library.step(
-            int(self.isa),
-            c.byref(self._model),
-            c.byref(arrays),
-            self._threads,
-            self._scratch.ctypes.data,
-            self.counters.ctypes.data,
-        )
-        if error:
-            raise ValueError(f"step {batch.step}: {self._library.error_text(error)}")
+        try:
+            error = self._library.step(
+                int(self.isa),
+                c.byref(self._model),
+                c.byref(_batch_arrays(batch, ids, table)),
+                self._threads,
+                self._scratch.ctypes.data,
+                self.counters.ctypes.data,
+            )
+            if error:
+                raise ValueError(self._library.error_text(error))
+        except ValueError as reason:
+            raise ValueError(f"step {batch.step}: {reason}") from reason
         return torch.from_numpy(logits)
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
@@ -233,6 +223,26 @@ class CompiledModel:
         if self._threads:
             self._library.destroy_threads(self._threads)
             self._threads = 0
+
+
+def _batch_arrays(batch: Batch, ids: np.ndarray, table: np.ndarray) -> BatchArrays:
+    """Where the batch's values lie. Raises ValueError for an array of another size or type than the library reads."""
+    num_tokens, num_rows, num_samples = len(ids), batch.num_rows, len(batch.logits_indices)
+    return BatchArrays(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_samples=num_samples,
+        num_copies=len(batch.copies),
+        table_stride=table.shape[1],
+        token_ids=ids.ctypes.data,
+        positions=_address("positions", batch.positions, num_tokens),
+        query_start_loc=_address("query_start_loc", batch.query_start_loc, num_rows + 1),
+        seq_lens=_address("seq_lens", batch.seq_lens, num_rows),
+        block_table=_address("block_tables", table, num_rows * table.shape[1]),
+        logits_indices=_address("logits_indices", batch.logits_indices, num_samples),
+        slot_mapping=_address("slot_mapping", batch.slot_mapping[0], num_tokens, np.int64),
+        copies=_address("copies", batch.copies, 3 * len(batch.copies)),
+    )
 
 
 def _check_supported(config: ModelConfig, dtype: torch.dtype, isa: Isa) -> None:

@@ -80,6 +80,7 @@ class Llama:
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
         self.config = config
         self.device = torch.device(device)
+        self.core_sampler = None
         weights = _Weights(tensors, self.device)
         self._embedding = weights("model.embed_tokens.weight")  # (vocab_size, hidden_size)
         self.dtype = self._embedding.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetier.engine.batch import I64, Batch, StepResult
+from pagetier.engine.batch import I64, Batch, SampleRow, StepResult, TokenLogprobs
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.sampler import sample
@@ -19,6 +20,7 @@ MAX_OUTSTANDING = 2
 # Of a block computed in another batch by a model whose rounding depends on the batch: what a wrong block differs by is
 # about 1, the noise of another batch some 1e-6, 1e-3 and 1e-2 (random tiny models).
 SHADOW_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+Sampler = Callable[[Tensor, Sequence[SampleRow], I64 | None], tuple[I64, tuple[TokenLogprobs | None, ...]]]
 
 
 class Model(Protocol):
@@ -34,6 +36,11 @@ class Model(Protocol):
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a token's K and V are the same to the bit whatever is computed beside it, and in which pieces."""
+
+    @property
+    def core_sampler(self) -> Sampler | None:
+        """The compiled core's `engine.sampler.sample`. Such a model's `forward` also checks the batch and makes its
+        copies. None: torch, for which the runner does all three."""
 
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
@@ -120,13 +127,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: Batch) -> StepResult:
-        self._validate(batch)
+        core_sampler, token_ids = self.model.core_sampler, self._resolve_tokens(batch)
+        self._check_unseen(batch)
+        if core_sampler is None:
+            self._check_seen(batch, token_ids)
         if self._paranoid:
             self.pool.poison(batch.fresh_blocks.tolist())
-        self.pool.copy_slots(batch.copies)
-        token_ids = torch.from_numpy(self._resolve_tokens(batch)).to(self.model.device)  # (num_tokens,)
-        logits = self.model.forward(token_ids, batch, self.pool.tensor)  # (num_samples, vocab_size)
-        tokens, logprobs = sample(logits, batch.samples, self._previous)
+        if core_sampler is None:
+            self.pool.copy_slots(batch.copies)
+        on_device = torch.from_numpy(token_ids).to(self.model.device)  # (num_tokens,)
+        logits = self.model.forward(on_device, batch, self.pool.tensor)  # (num_samples, vocab_size)
+        tokens, logprobs = (core_sampler or sample)(logits, batch.samples, self._previous)
         self._previous = tokens
         if self.model.device.type == "cuda":  # a batch without samples, a chunk of a prompt, has waited for nothing yet
             torch.cuda.current_stream(self.model.device).synchronize()
@@ -144,12 +155,20 @@ class ModelRunner:
             if self._previous is None:
                 raise RuntimeError(f"step {batch.step} continues tokens of a previous batch, which has none")
             token_ids[sourced] = self._previous[batch.token_sources[sourced]]
-        if not _within(token_ids, self.model.config.vocab_size):
-            raise ValueError(f"step {batch.step}: a token id outside the vocabulary of {self.model.config.vocab_size}")
         return token_ids
 
-    def _validate(self, batch: Batch) -> None:
+    def _check_unseen(self, batch: Batch) -> None:
+        """Refuse what no model looks at."""
+        num_blocks = self.pool.shape.num_blocks
+        if not (_within(batch.fresh_blocks, num_blocks) and _within(batch.compares, num_blocks)):
+            raise ValueError(f"step {batch.step}: fresh_blocks or compares outside {num_blocks} blocks")
+        if len(batch.samples) != len(batch.logits_indices):
+            raise ValueError(f"step {batch.step}: {len(batch.samples)} samples of {len(batch.logits_indices)} logits")
+
+    def _check_seen(self, batch: Batch, token_ids: I64) -> None:
         """Refuse what would read or write outside the pool: the kernels behind torch's views do not all check."""
+        if not _within(token_ids, self.model.config.vocab_size):
+            raise ValueError(f"step {batch.step}: a token id outside the vocabulary of {self.model.config.vocab_size}")
         num_blocks, block_size = self.pool.shape.num_blocks, self.pool.shape.block_size
         num_slots = num_blocks * block_size
         table = batch.block_tables[0]
@@ -163,9 +182,6 @@ class ModelRunner:
             ("query_start_loc", int(batch.query_start_loc[-1]) == batch.num_tokens > 0),
             ("positions", _within(batch.positions, max(1, table.shape[1] * block_size))),
             ("logits_indices", _within(batch.logits_indices, batch.num_tokens)),
-            ("samples", len(batch.samples) == len(batch.logits_indices)),
-            ("fresh_blocks", _within(batch.fresh_blocks, num_blocks)),
-            ("compares", _within(batch.compares, num_blocks)),
             ("copies", _within(batch.copies[:, :2], num_blocks) and _within(batch.copies[:, 2], block_size + 1)),
         ):
             if not ok:

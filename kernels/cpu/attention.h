@@ -38,12 +38,6 @@ typedef struct {
     size_t q, scores, probs, packed, tile, acc, total, stats, totals, end;
 } pt_attention_layout;
 
-static inline size_t pt_take(size_t *at, size_t bytes) {
-    size_t here = *at;
-    *at += (bytes + 63) / 64 * 64;
-    return here;
-}
-
 static inline pt_attention_layout pt_layout(const pt_model *m) {
     pt_attention_layout l;
     size_t at = 0, rows = (size_t)pt_max(pt_query_rows(m), m->num_heads), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;

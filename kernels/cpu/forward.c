@@ -6,18 +6,6 @@
 #include <string.h>
 #include <time.h>
 
-enum {
-    ERR_ISA = -1,
-    ERR_SHAPE = -2,
-    ERR_TOKEN = -3,
-    ERR_ROW = -4,
-    ERR_BLOCK = -5,
-    ERR_SLOT = -6,
-    ERR_SAMPLE = -7,
-    ERR_COPY = -8,
-    ERR_OP = -9
-};
-
 const char *pt_error_text(int32_t error) {
     static const char *const texts[] = {"fine",
                                         "this machine does not run that instruction-set level",
@@ -28,8 +16,11 @@ const char *pt_error_text(int32_t error) {
                                         "a slot that is not the one its block table says",
                                         "a logits index outside the batch",
                                         "a copy outside the pool",
-                                        "an op that is unknown or does not fit its buffers"};
-    return error <= 0 && error >= ERR_OP ? texts[-error] : "unknown error";
+                                        "an op that is unknown or does not fit its buffers",
+                                        "a negative number of rows, or a vocabulary that is empty or above 2^20 - 1",
+                                        "a row to sample without logits or places for its answers, or with a number, "
+                                        "temperature, min_p, top_p or count outside its range"};
+    return error <= 0 && error >= PT_ERR_SAMPLING ? texts[-error] : "unknown error";
 }
 
 typedef struct {
@@ -82,18 +73,18 @@ size_t pt_scratch_bytes(const pt_model *model, const pt_threads *threads) {
 
 static int32_t check_row(const pt_model *m, const pt_batch *b, int32_t row) {
     const int64_t first = b->query_start_loc[row], end = b->query_start_loc[row + 1], seq_len = b->seq_lens[row];
-    if (first < 0 || end <= first || end > b->num_tokens || seq_len < end - first) return ERR_ROW;
+    if (first < 0 || end <= first || end > b->num_tokens || seq_len < end - first) return PT_ERR_ROW;
     const int64_t num_blocks = pt_ceil(seq_len, m->block_size);
-    if (num_blocks > b->table_stride) return ERR_BLOCK;
+    if (num_blocks > b->table_stride) return PT_ERR_BLOCK;
     const int32_t *table = b->block_table + row * b->table_stride;
     for (int64_t i = 0; i < num_blocks; i++)
-        if (table[i] < 0 || table[i] >= m->num_blocks) return ERR_BLOCK;
+        if (table[i] < 0 || table[i] >= m->num_blocks) return PT_ERR_BLOCK;
     for (int64_t t = first; t < end; t++) {
         const int64_t position = seq_len - (end - t);
-        if (b->positions[t] != position) return ERR_ROW;
+        if (b->positions[t] != position) return PT_ERR_ROW;
         if (b->slot_mapping[t] != table[position / m->block_size] * (int64_t)m->block_size + position % m->block_size)
-            return ERR_SLOT;
-        if (b->token_ids[t] < 0 || b->token_ids[t] >= m->vocab_size) return ERR_TOKEN;
+            return PT_ERR_SLOT;
+        if (b->token_ids[t] < 0 || b->token_ids[t] >= m->vocab_size) return PT_ERR_TOKEN;
     }
     return 0;
 }
@@ -101,19 +92,19 @@ static int32_t check_row(const pt_model *m, const pt_batch *b, int32_t row) {
 static int32_t check_batch(const pt_model *m, const pt_batch *b) {
     if (b->num_tokens < 1 || b->num_rows < 1 || b->num_samples < 0 || b->num_tokens > max_tokens(m) ||
         b->num_rows > b->num_tokens || b->num_samples > max_tokens(m))
-        return ERR_SHAPE;
-    if (b->query_start_loc[0] != 0 || b->query_start_loc[b->num_rows] != b->num_tokens) return ERR_ROW;
+        return PT_ERR_SHAPE;
+    if (b->query_start_loc[0] != 0 || b->query_start_loc[b->num_rows] != b->num_tokens) return PT_ERR_ROW;
     for (int32_t row = 0; row < b->num_rows; row++) {
         int32_t error = check_row(m, b, row);
         if (error) return error;
     }
     for (int32_t i = 0; i < b->num_samples; i++)
-        if (b->logits_indices[i] < 0 || b->logits_indices[i] >= b->num_tokens) return ERR_SAMPLE;
+        if (b->logits_indices[i] < 0 || b->logits_indices[i] >= b->num_tokens) return PT_ERR_SAMPLE;
     for (int32_t i = 0; i < b->num_copies; i++) {
         const int32_t *copy = b->copies + 3 * i;
         if (copy[0] < 0 || copy[0] >= m->num_blocks || copy[1] < 0 || copy[1] >= m->num_blocks || copy[2] < 0 ||
             copy[2] > m->block_size)
-            return ERR_COPY;
+            return PT_ERR_COPY;
     }
     return 0;
 }
@@ -144,12 +135,12 @@ static int32_t check_ops(const pt_model *m, const pt_batch *b) {
     for (int32_t i = 0; i < m->num_ops; i++) {
         const pt_op *op = &m->ops[i];
         const int64_t rows = op->per_sample ? b->num_samples : b->num_tokens;
-        if (op->layer < 0 || op->layer >= m->num_layers || op->n < 0 || op->k < 0) return ERR_OP;
-        if (op->in < -1 || op->in >= m->num_buffers || op->out < 0 || op->out >= m->num_buffers) return ERR_OP;
-        if (op->in < 0 && op->kind != PT_OP_EMBED) return ERR_OP;
-        if (m->buffers[op->out].max_rows < rows) return ERR_SHAPE;
-        if (op->in >= 0 && m->buffers[op->in].max_rows < (op->kind == PT_OP_GATHER ? b->num_tokens : rows)) return ERR_SHAPE;
-        if (!op_fits(m, op)) return ERR_OP;
+        if (op->layer < 0 || op->layer >= m->num_layers || op->n < 0 || op->k < 0) return PT_ERR_OP;
+        if (op->in < -1 || op->in >= m->num_buffers || op->out < 0 || op->out >= m->num_buffers) return PT_ERR_OP;
+        if (op->in < 0 && op->kind != PT_OP_EMBED) return PT_ERR_OP;
+        if (m->buffers[op->out].max_rows < rows) return PT_ERR_SHAPE;
+        if (op->in >= 0 && m->buffers[op->in].max_rows < (op->kind == PT_OP_GATHER ? b->num_tokens : rows)) return PT_ERR_SHAPE;
+        if (!op_fits(m, op)) return PT_ERR_OP;
     }
     return 0;
 }
@@ -349,7 +340,7 @@ static int64_t now_ns(void) {
 int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_threads *threads, void *scratch,
                 int64_t *counters) {
     run r = {.kernels = pt_kernels_of(isa), .model = model, .batch = batch, .threads = threads};
-    if (r.kernels == NULL) return ERR_ISA;
+    if (r.kernels == NULL) return PT_ERR_ISA;
     int32_t error = check_batch(model, batch);
     if (!error) error = check_ops(model, batch);
     if (error) return error;

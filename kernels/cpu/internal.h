@@ -10,6 +10,27 @@ static inline int64_t pt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pt_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t pt_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/* Cuts scratch into 64-aligned pieces: where the next one starts. */
+static inline size_t pt_take(size_t *at, size_t bytes) {
+    size_t here = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return here;
+}
+
+enum pt_error {
+    PT_ERR_ISA = -1,
+    PT_ERR_SHAPE = -2,
+    PT_ERR_TOKEN = -3,
+    PT_ERR_ROW = -4,
+    PT_ERR_BLOCK = -5,
+    PT_ERR_SLOT = -6,
+    PT_ERR_SAMPLE = -7,
+    PT_ERR_COPY = -8,
+    PT_ERR_OP = -9,
+    PT_ERR_VOCAB = -10,
+    PT_ERR_SAMPLING = -11
+};
+
 /* Runs fn(arg, task, worker) for every task in [0, num_tasks), on all workers; returns when all are done. Each
  * worker takes a range of them in order, then helps with the others', so results may not depend on who runs what. */
 typedef void (*pt_task_fn)(void *arg, int64_t task, int32_t worker);
@@ -60,6 +81,11 @@ typedef struct {
     void (*silu_mul)(const float *gate_up, int64_t n, void *out, int32_t out_bf16);
     void (*to_f32)(const void *in, int64_t n, float *out);     /* from bf16 */
     void (*to_bf16)(const float *in, int64_t n, uint16_t *out); /* round to nearest even */
+    /* Sampling; see sample.inc. */
+    void (*peaks)(const float *in, int64_t n, float *out);
+    void (*scale)(const float *in, int64_t n, float peak, float temperature, float *out); /* (in - peak) / temperature */
+    void (*weigh)(const float *scaled, int64_t n, int64_t *out);
+    void (*masses)(const float *in, int64_t n, float peak, float temperature, int64_t *out);
     /* By the pool's dtype; a level without bf16 products widens tiles to fp32. */
     void (*attention_f32)(const pt_attention *args, int64_t task, int32_t worker);
     void (*attention_bf16)(const pt_attention *args, int64_t task, int32_t worker);

@@ -14,6 +14,8 @@
 
 #include "rows.inc"
 
+#include "sample.inc"
+
 #include "gemm_avx2.inc"
 
 #include "pack.inc"

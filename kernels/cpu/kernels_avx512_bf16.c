@@ -15,6 +15,8 @@
 
 #include "rows.inc"
 
+#include "sample.inc"
+
 #include "gemm_avx512_bf16.inc"
 
 #include "pack.inc"

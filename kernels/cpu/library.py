@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 NUM_COUNTERS = 10
 
 
@@ -106,6 +106,27 @@ class BatchArrays(c.Structure):
     ]
 
 
+# pt_sample_row, for arrays of them.
+SAMPLE_ROW = np.dtype(
+    [
+        ("logits", np.uintp),
+        ("raw", np.uintp),
+        ("number", np.float64),
+        ("temperature", np.float64),
+        ("min_p", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.int32),
+        ("num_top", np.int32),
+        ("token", np.int32),
+        ("rank", np.int32),
+        ("logprob", np.float32),
+        ("reserved", np.float32),
+        ("top_ids", np.uintp),
+        ("top_logprobs", np.uintp),
+    ]
+)
+
+
 class Library:
     """The loaded library. Its calls release the GIL. Raises OSError or RuntimeError when the file does not fit."""
 
@@ -135,6 +156,13 @@ class Library:
             c.c_void_p,
             c.c_void_p,
             c.c_void_p,
+        )
+        self._uniforms = _function(
+            library, "pt_uniforms", None, c.c_void_p, c.c_void_p, c.c_void_p, c.c_int64, c.c_void_p
+        )
+        self._sample_scratch_bytes = _function(library, "pt_sample_scratch_bytes", c.c_size_t, c.c_int64, c.c_void_p)
+        self._sample = _function(
+            library, "pt_sample", c.c_int32, c.c_int32, c.c_void_p, c.c_int32, c.c_int64, c.c_void_p, c.c_void_p
         )
         self._error_text = _function(library, "pt_error_text", c.c_char_p, c.c_int32)
 
@@ -170,6 +198,26 @@ class Library:
 
     def scratch_bytes(self, model: Model, threads: int) -> int:
         return int(self._scratch_bytes(c.byref(model), threads))
+
+    def uniforms(self, names: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """(len(names),) float64 in [0, 1) per (seed modulo 2^64, choice and position below 2^32)."""
+        seeds = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed, _, _ in names], np.uint64)
+        choices = np.array([choice for _, choice, _ in names], np.uint32)
+        positions = np.array([position for _, _, position in names], np.uint32)
+        numbers = np.empty(len(names), np.float64)
+        self._uniforms(seeds.ctypes.data, choices.ctypes.data, positions.ctypes.data, len(names), numbers.ctypes.data)
+        return numbers
+
+    def sample_scratch_bytes(self, vocab_size: int, threads: int) -> int:
+        return int(self._sample_scratch_bytes(vocab_size, threads))
+
+    def sample(self, isa: Isa, rows: np.ndarray, vocab_size: int, threads: int, scratch: np.ndarray) -> None:
+        """Fill in the answers of `rows` (num_rows,) SAMPLE_ROW. Raises ValueError, before any is, for a row that does
+        not fit."""
+        assert rows.dtype == SAMPLE_ROW and rows.flags.c_contiguous
+        error = self._sample(int(isa), rows.ctypes.data, len(rows), vocab_size, threads, scratch.ctypes.data)
+        if error:
+            raise ValueError(self.error_text(error))
 
     def error_text(self, error: int) -> str:
         return str(self._error_text(error).decode())

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 2
+#define PT_ABI_VERSION 3
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -99,6 +99,33 @@ PT_API size_t pt_scratch_bytes(const pt_model *model, const pt_threads *threads)
  * kind, may be NULL. */
 PT_API int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_threads *threads, void *scratch,
                        int64_t *counters);
+/* out: (count) numbers in [0, 1), multiples of 2^-52, each named by seed, choice and position. */
+PT_API void pt_uniforms(const uint64_t *seeds, const uint32_t *choices, const uint32_t *positions, int64_t count,
+                        double *out);
+
+/* How one token is chosen, and the answer. */
+typedef struct {
+    const float *logits; /* (vocab_size) to choose from */
+    const float *raw;    /* (vocab_size) that log-probabilities are told of; NULL: none are */
+    double number;       /* in [0, 1): where in the distribution to draw; counts to 52 bits */
+    double temperature;  /* 0: the best token, of equal ones the lowest id */
+    double min_p, top_p; /* 0 and 1: all tokens */
+    int32_t top_k;       /* below 1: all tokens */
+    int32_t num_top;     /* alternatives to tell of */
+    int32_t token;
+    int32_t rank;            /* by raw, 1: the best */
+    float logprob, reserved; /* of the token by raw */
+    int32_t *top_ids;        /* (num_top) best first, of equal ones the lowest id */
+    float *top_logprobs;     /* (num_top) */
+} pt_sample_row;
+
+/* Bytes of scratch that pt_sample needs; 0 for a vocabulary that it refuses. */
+PT_API size_t pt_sample_scratch_bytes(int64_t vocab_size, const pt_threads *threads);
+
+/* Choose a token for every row, in the order and meaning of engine/sampler.py: min_p, top_k, top_p, draw. A row with NaN,
+ * or without a finite best logit, gets the lowest id that has NaN, or the best. Returns as pt_step does. */
+PT_API int32_t pt_sample(int32_t isa, pt_sample_row *rows, int32_t num_rows, int64_t vocab_size, pt_threads *threads,
+                         void *scratch);
 PT_API const char *pt_error_text(int32_t error);
 
 #define PT_NUM_COUNTERS 10

@@ -16,18 +16,34 @@ import torch
 from pagetier.benchmarks.static_rows import Row, StaticRows
 from pagetier.engine.batch import Batch, SampleRow, StepResult
 from pagetier.engine.device_pool import DevicePool, PoolShape
-from pagetier.engine.runner.model_runner import ModelRunner
+from pagetier.engine.models.compiled import CompiledModel
+from pagetier.engine.runner.model_runner import Model, ModelRunner
 from pagetier.engine.sampling_params import SamplingParams
+from pagetier.kernels.cpu.library import Isa
 from tests.engine.model_cases import CASES, BuiltCase, build
+from tests.kernels.cpu.tiny_models import levels, library
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_NEW = 40, 4, 12
 case = functools.lru_cache(maxsize=None)(lambda: build(CASES[0]))
 
 
+every_kind = pytest.mark.parametrize("kind", ["torch", *(level.name.lower() for level in levels()[-1:])])
+
+
+def model_of(built: BuiltCase, kind: str, pool: DevicePool) -> Model:
+    """kind: `torch`, or a level of the compiled core."""
+    if kind == "torch":
+        return built.model()
+    limit = Isa[kind.upper()]
+    return CompiledModel(built.config, built.tensors, pool, library(), max_tokens=64, num_threads=2, limit=limit)
+
+
 @contextmanager
-def runner_of(built: BuiltCase, *, threaded: bool, paranoid: bool = False) -> Iterator[ModelRunner]:
+def runner_of(
+    built: BuiltCase, *, threaded: bool, paranoid: bool = False, kind: str = "torch"
+) -> Iterator[ModelRunner]:
     pool = DevicePool(PoolShape.of(built.config, NUM_BLOCKS, BLOCK_SIZE), torch.float32)
-    runner = ModelRunner(built.model(), pool, threaded=threaded, paranoid=paranoid)
+    runner = ModelRunner(model_of(built, kind, pool), pool, threaded=threaded, paranoid=paranoid)
     try:
         yield runner
     finally:
@@ -70,23 +86,25 @@ def decode_ahead(runner: ModelRunner, rows: list[Row], static: StaticRows, rng: 
     return outputs
 
 
+@every_kind
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("paranoid", [False, True])
-def test_two_batches_deep_gives_the_greedy_tokens(threaded: bool, paranoid: bool) -> None:
+def test_two_batches_deep_gives_the_greedy_tokens(threaded: bool, paranoid: bool, kind: str) -> None:
     rng = np.random.default_rng(0)
-    with runner_of(case(), threaded=threaded, paranoid=paranoid) as runner:
+    with runner_of(case(), threaded=threaded, paranoid=paranoid, kind=kind) as runner:
         static = StaticRows(NUM_BLOCKS, BLOCK_SIZE, rng)
         rows = [static.add(prompt) for prompt in prompts()]
         assert decode_ahead(runner, rows, static, rng) == [expected_greedy(prompt) for prompt in prompts()]
 
 
-def test_sampled_tokens_do_not_depend_on_company() -> None:
+@every_kind
+def test_sampled_tokens_do_not_depend_on_company(kind: str) -> None:
     """Random rows alone and together: the same tokens, to the last one."""
     params = SamplingParams(temperature=1.0, top_p=0.95)
 
     def generate(chosen: list[int]) -> list[list[int]]:
         rng = np.random.default_rng(1)
-        with runner_of(case(), threaded=True) as runner:
+        with runner_of(case(), threaded=True, kind=kind) as runner:
             static = StaticRows(NUM_BLOCKS, BLOCK_SIZE, rng)
             return decode_ahead(runner, [static.add(prompts()[i], params) for i in chosen], static, rng)
 
@@ -95,13 +113,14 @@ def test_sampled_tokens_do_not_depend_on_company() -> None:
     assert generate([2, 0]) == [together[2], together[0]]
 
 
+@every_kind
 @pytest.mark.parametrize("threaded", [False, True])
-def test_copies_run_before_the_step(threaded: bool) -> None:
+def test_copies_run_before_the_step(threaded: bool, kind: str) -> None:
     """A second row takes the first 6 tokens of the first: block 0 shared, 2 slots of block 1 copied into a poisoned
     block, in the very step that reads them."""
     first = prompts()[1]
     second = first[:6] + [5, 99, 17]
-    with runner_of(case(), threaded=threaded, paranoid=True) as runner:
+    with runner_of(case(), threaded=threaded, paranoid=True, kind=kind) as runner:
         static = StaticRows(NUM_BLOCKS, BLOCK_SIZE, np.random.default_rng(2))
         row = static.add(first)
         run(runner, static.batch([(row, len(first))]))
@@ -117,16 +136,17 @@ def test_copies_run_before_the_step(threaded: bool) -> None:
         assert again.token_ids.tolist() == [int(case().logits([*first, 3])[-1].argmax())]
 
 
+@every_kind
 @pytest.mark.parametrize("threaded", [False, True])
-def test_a_failed_batch_is_raised_by_its_collect_and_ends_what_builds_on_it(threaded: bool) -> None:
-    with runner_of(case(), threaded=threaded) as runner:
+def test_a_failed_batch_is_raised_by_its_collect_and_ends_what_builds_on_it(threaded: bool, kind: str) -> None:
+    with runner_of(case(), threaded=threaded, kind=kind) as runner:
         static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
         row, other, third = static.add([1, 2, 3]), static.add([4, 5]), static.add([6])
         run(runner, static.batch([(third, 1)]))  # leaves a token that must not pass for the failed batch's
         runner.launch(dataclasses.replace(static.batch([(row, 3)]), logits_indices=np.array([3], np.int32)))
         row.source = 0
         runner.launch(static.batch([(row, 1)]))
-        with pytest.raises(ValueError, match="step 2: logits_indices"):
+        with pytest.raises(ValueError, match="step 2: (logits_indices|a logits index)"):
             runner.collect()
         with pytest.raises(RuntimeError, match="step 3 continues"):
             runner.collect()
@@ -137,6 +157,7 @@ def int32(*values: int) -> np.typing.NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
+@every_kind
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,8 +180,8 @@ def int32(*values: int) -> np.typing.NDArray[np.int32]:
     ],
     ids=lambda change: str(change)[:40],
 )
-def test_ids_outside_the_pool_are_refused(change: dict[str, object]) -> None:
-    with runner_of(case(), threaded=False) as runner:
+def test_ids_outside_the_pool_are_refused(change: dict[str, object], kind: str) -> None:
+    with runner_of(case(), threaded=False, kind=kind) as runner:
         batch = StaticRowsOfOne().batch
         with pytest.raises(ValueError, match="step 1"):
             run(runner, dataclasses.replace(batch, **change))  # type: ignore[arg-type]
@@ -176,10 +197,11 @@ class StaticRowsOfOne:
         self.batch = static.batch([(static.add([1, 2, 3]), 3)])
 
 
-def test_logprobs_and_pending_penalties_cross_batches() -> None:
+@every_kind
+def test_logprobs_and_pending_penalties_cross_batches(kind: str) -> None:
     """A penalty sees the token of the batch before, which was not known when the step was built."""
     penalty = SamplingParams(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0, logprobs=2)
-    with runner_of(case(), threaded=True) as runner:
+    with runner_of(case(), threaded=True, kind=kind) as runner:
         static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
         row = static.add([1, 2, 3])
         runner.launch(static.batch([(row, 3)]))
@@ -220,6 +242,7 @@ class SlowToWrite:
         self.device = torch.device("cuda")
         self.numerics: dict[str, str] = {}
         self.is_batch_invariant = False
+        self.core_sampler = None
 
     def forward(self, token_ids: torch.Tensor, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         untyped: Any = torch.cuda

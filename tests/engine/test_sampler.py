@@ -139,7 +139,7 @@ def test_greedy_takes_the_best_and_leaves_logits_alone() -> None:
 
 def penalised(logits: Tensor, params: SamplingParams, prompt: tuple[int, ...], output: tuple[int, ...]) -> Tensor:
     changed = logits.clone()
-    sampler._adjust(changed, SampleRow(params, 0, 0, 0, len(output), (), prompt, output), None)
+    sampler.adjust(changed, SampleRow(params, 0, 0, 0, len(output), (), prompt, output), None)
     return changed
 
 

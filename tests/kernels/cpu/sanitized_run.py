@@ -16,6 +16,7 @@ import torch
 from pagetier.engine.batch import Batch
 from pagetier.kernels.cpu.library import Isa, Library, OpKind
 from tests.kernels.cpu.op_calls import Case, bits, packed, run_op, simple_case
+from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
 from tests.kernels.cpu.tiny_models import SHAPES, Rig, Setting, prompts, random_tensors, rig, tiny_config
 
 LENGTHS = (1, 40, 70)
@@ -57,6 +58,21 @@ def run_ops(core: Library, isa: Isa, dtype: torch.dtype) -> None:
         qkv = torch.ones(12, (heads + 2 * kv_heads) * dim)
         run_op(case, OpKind.ROPE_KV, qkv[:0], qkv, n=heads * dim)
         run_op(case, OpKind.ATTENTION, qkv, torch.zeros(12, heads * dim, dtype=dtype))
+
+
+def run_samples(core: Library, isa: Isa) -> None:
+    """Every filter over odd vocabularies; logits and scratch without a byte to spare."""
+    rng = np.random.default_rng(5)
+    for vocab_size in (1, 63, 64, 65, 1000, 50_000):
+        for _ in range(30 if vocab_size <= 1000 else 4):
+            logits = random_logits(rng, 4, vocab_size)
+            logits[0, rng.integers(vocab_size)] = rng.choice([0.0, np.nan, np.inf, -np.inf])
+            params = [random_params(rng, vocab_size) for _ in range(4)]
+            rows = rows_of(logits, params, rng.choice([0.0, 0.5, 1 - 2**-52], 4).tolist())
+            kept = tell(rows, logits, int(rng.integers(min(vocab_size, 20) + 1)))
+            choose(core, isa, rows, vocab_size, num_threads=2)
+            del kept  # alive until here
+    core.uniforms([(2**64 - 1, 127, 2**32 - 1)] * 3)
 
 
 def changed(batch: Batch, rng: np.random.Generator) -> Batch:
@@ -109,6 +125,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             run_models(core, isa, dtype)
             run_ops(core, isa, dtype)
+        run_samples(core, isa)
     refused = run_wrong_batches(core, levels[-1])
     sys.stdout.write(f"levels {' '.join(level.name for level in levels)}; {refused} batches refused\n")
 

@@ -1,0 +1,82 @@
+"""The sampler of the compiled CPU core: `engine.sampler.sample` by the library. Knows rows, not requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from pagetier.engine.batch import I64, SampleRow, TokenLogprobs
+from pagetier.engine.sampler import adjust, is_adjusted
+from pagetier.kernels.cpu.library import SAMPLE_ROW, Isa, Library, aligned_bytes
+
+
+class CompiledSampler:
+    """Chooses as the reference does, to the token. What changes logits before temperature is done here, in torch; the
+    rest is one call of the library, rows side by side on `threads`. Called from one thread."""
+
+    def __init__(self, library: Library, isa: Isa, threads: int, vocab_size: int) -> None:
+        self._library = library
+        self._isa = isa
+        self._threads = threads
+        self._vocab_size = vocab_size
+        self._scratch = aligned_bytes(library.sample_scratch_bytes(vocab_size, threads))
+
+    def __call__(
+        self, logits: Tensor, rows: Sequence[SampleRow], previous: I64 | None
+    ) -> tuple[I64, tuple[TokenLogprobs | None, ...]]:
+        """`engine.sampler.sample`. logits: (num_samples, vocab_size) float32, unchanged."""
+        assert logits.shape == (len(rows), self._vocab_size) and logits.is_contiguous()
+        asked = np.zeros(len(rows), SAMPLE_ROW)
+        asked["top_p"] = 1.0
+        asked["logits"] = logits.data_ptr() + np.arange(len(rows), dtype=np.uintp) * np.uintp(4 * self._vocab_size)
+        adjusted = _point_to_adjusted(asked, logits, rows, previous)
+        self._describe_draws(asked, rows)
+        tops = self._describe_logprobs(asked, rows, logits)
+        self._library.sample(self._isa, asked, self._vocab_size, self._threads, self._scratch)
+        del adjusted  # the library has read them
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for index, (ids, values) in tops.items():
+            best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            logprobs[index] = TokenLogprobs(float(asked["logprob"][index]), int(asked["rank"][index]), best)
+        return asked["token"].astype(np.int64), tuple(logprobs)
+
+    def _describe_draws(self, asked: np.ndarray, rows: Sequence[SampleRow]) -> None:
+        """Fills in the rows that are not greedy."""
+        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+        if not drawn:
+            return
+        asked["number"][drawn] = self._library.uniforms(
+            [(rows[index].seed, rows[index].choice, rows[index].position) for index in drawn]
+        )
+        for name in ("temperature", "min_p", "top_p", "top_k"):
+            asked[name][drawn] = [getattr(rows[index].params, name) for index in drawn]
+
+    def _describe_logprobs(
+        self, asked: np.ndarray, rows: Sequence[SampleRow], logits: Tensor
+    ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By row that wants log-probabilities: where its best ids and their values will be."""
+        tops = {}
+        for index, row in enumerate(rows):
+            if row.params.logprobs is None:
+                continue
+            num_top = min(row.params.logprobs, self._vocab_size)
+            tops[index] = ids, values = np.zeros(num_top, np.int32), np.zeros(num_top, np.float32)
+            asked["raw"][index], asked["num_top"][index] = logits[index].data_ptr(), num_top
+            asked["top_ids"][index], asked["top_logprobs"][index] = ids.ctypes.data, values.ctypes.data
+        return tops
+
+
+def _point_to_adjusted(
+    asked: np.ndarray, logits: Tensor, rows: Sequence[SampleRow], previous: I64 | None
+) -> list[Tensor]:
+    """Rows with penalties and the like are chosen from logits of their own, returned to be kept as long as needed."""
+    kept = []
+    for index, row in enumerate(rows):
+        if is_adjusted(row):
+            own = logits[index].clone()  # (vocab_size,)
+            adjust(own, row, previous)
+            asked["logits"][index] = own.data_ptr()
+            kept.append(own)
+    return kept
