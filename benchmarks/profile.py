@@ -3,7 +3,8 @@
 Two threads share a step. The core thread polls, plans, makes the batch's arrays, hands them over, waits, commits; the
 runner's thread waits for a batch, checks it, runs the kernels, samples. With two steps in flight the core's work hides
 behind the kernels, so that the rows of the runner's thread add up to a step's wall time, and those of the core's thread
-do so too. `value` is milliseconds a step, the mean; no row has a target.
+do so too. `value` is milliseconds a step, the mean; no row has a target. The last rows are the engine's own model of a
+prefill's time, fitted to the kernels of these steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.compiled import CompiledModel
 from pagetier.engine.plan import build_batch
+from pagetier.engine.prefill_model import PrefillFit
 from pagetier.engine.runner.model_runner import ModelRunner
 from pagetier.kernels.cpu.library import OpKind
 
@@ -122,7 +124,18 @@ def run(full: bool, say: Callable[[str], None]) -> list[Row]:
             total = {name: total.get(name, 0.0) + value for name, value in clock.seconds.items()}
         clock.seconds, clock.num_steps = total, clock.num_steps * (4 if full else 1)
         rows += part_rows("prefill_512", clock, note)
+        rows += fit_rows(rig.model.prefill_model.fit)
     return rows
+
+
+def fit_rows(fit: PrefillFit | None) -> list[Row]:
+    """Seconds(n new tokens after c) = step + n * token + n (c + n / 2) * pair."""
+    assert fit is not None, "nothing was prefilled"
+    return [
+        Row("prefill_model_fixed", 1e3 * fit.per_step_s, "ms"),
+        Row("prefill_model_1000_tokens", 1e6 * fit.per_token_s, "ms"),
+        Row("prefill_model_million_pairs", 1e9 * fit.per_pair_s, "ms", note="of a new token and one it attends to"),
+    ]
 
 
 def steps_of(rig: Rig, workload: Workload, clock: Clock, num_steps: int) -> None:

@@ -14,6 +14,7 @@ from pagetier.engine.compiled_sampler import CompiledSampler
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import rope_frequencies
+from pagetier.engine.prefill_model import PrefillModel
 from pagetier.kernels.cpu.library import (
     NUM_COUNTERS,
     BatchArrays,
@@ -61,6 +62,7 @@ class CompiledModel:
         self.isa = library.best_isa(limit)
         _check_supported(config, self.dtype, self.isa)
         self.counters = np.zeros(NUM_COUNTERS, np.int64)  # nanoseconds by OpKind
+        self.prefill_model = PrefillModel()
         self._library = library
         self._kept: list[np.ndarray] = []  # what the ops point into
         self._ops: list[Op] = []
@@ -199,6 +201,7 @@ class CompiledModel:
         # What does not fit 32 bits stays outside the vocabulary.
         ids = np.clip(token_ids.numpy(), -1, np.iinfo(np.int32).max).astype(np.int32)
         table = np.ascontiguousarray(batch.block_tables[0])
+        attention_ns, all_ns = int(self.counters[OpKind.ATTENTION]), int(self.counters.sum())
         try:
             error = self._library.step(
                 int(self.isa),
@@ -212,11 +215,22 @@ class CompiledModel:
                 raise ValueError(self._library.error_text(error))
         except ValueError as reason:
             raise ValueError(f"step {batch.step}: {reason}") from reason
+        attention_s = (int(self.counters[OpKind.ATTENTION]) - attention_ns) / 1e9
+        self._observe(batch, attention_s, (int(self.counters.sum()) - all_ns) / 1e9 - attention_s)
         return torch.from_numpy(logits)
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
         """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known."""
-        return None
+        return self.prefill_model.seconds(num_new, context)
+
+    def _observe(self, batch: Batch, attention_s: float, other_s: float) -> None:
+        num_tokens, num_rows = batch.num_tokens, batch.num_rows
+        if num_tokens == num_rows:
+            self.prefill_model.observe_decode(num_tokens, other_s)
+            return
+        num_new = np.diff(batch.query_start_loc).astype(np.float64)  # (num_rows,)
+        pairs = float((num_new * (batch.seq_lens - num_new / 2)).sum())
+        self.prefill_model.observe_prefill(num_tokens, pairs, attention_s, other_s)
 
     def close(self) -> None:
         """End the threads. Idempotent."""

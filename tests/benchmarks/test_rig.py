@@ -13,7 +13,7 @@ from pagetier.benchmarks.cpu.invariance import QUICK, invariance_row
 from pagetier.benchmarks.cpu.neighbours import busy_thread, inter_token_s
 from pagetier.benchmarks.cpu.overhead import non_kernel_row
 from pagetier.benchmarks.cpu.shares import attention_bytes_per_s, held_batch, weight_bytes_per_s
-from pagetier.benchmarks.profile import CORE_PARTS, RUNNER_PARTS, Clock, TimedRunner, part_rows, steps_of
+from pagetier.benchmarks.profile import CORE_PARTS, RUNNER_PARTS, Clock, TimedRunner, fit_rows, part_rows, steps_of
 from pagetier.benchmarks.profile import draw as draw_profile
 from pagetier.benchmarks.report import Report, Row
 from pagetier.benchmarks.rig import Setup, Weights, open_rig
@@ -91,6 +91,8 @@ def test_the_clock_adds_up_on_both_threads(weights: Weights) -> None:
             assert runner == pytest.approx(step, rel=0.5)  # a batch counts on its end: up to one of ten is cut off
             assert values["runner_kernel_gemm"] > 0
             assert values["runner_sampling"] > 0
+        fitted = {row.name: row.value or 0.0 for row in fit_rows(rig.model.prefill_model.fit)}
+        assert fitted["prefill_model_1000_tokens"] > 0 and fitted["prefill_model_million_pairs"] > 0
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pagetier.engine.batch import SampleRow
 from pagetier.engine.compiled_sampler import CompiledSampler
 from pagetier.engine.sampler import sample
 from pagetier.engine.sampling_params import SamplingParams
-from tests.kernels.cpu.tiny_models import levels, library
+from tests.kernels.cpu.tiny_models import library
 
 VOCAB = 150
 PREVIOUS = np.array([3, 77, 149], np.int64)
@@ -25,7 +25,7 @@ PREVIOUS = np.array([3, 77, 149], np.int64)
 def compiled_sampler(vocab_size: int = VOCAB) -> Iterator[CompiledSampler]:
     threads = library().create_threads(2)
     try:
-        yield CompiledSampler(library(), levels()[-1], threads, vocab_size)
+        yield CompiledSampler(library(), library().best_isa(), threads, vocab_size)
     finally:
         library().destroy_threads(threads)
 

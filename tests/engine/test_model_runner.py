@@ -19,23 +19,20 @@ from pagetier.engine.device_pool import DevicePool, PoolShape
 from pagetier.engine.models.compiled import CompiledModel
 from pagetier.engine.runner.model_runner import Model, ModelRunner
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.kernels.cpu.library import Isa
 from tests.engine.model_cases import CASES, BuiltCase, build
-from tests.kernels.cpu.tiny_models import levels, library
+from tests.kernels.cpu.tiny_models import library
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_NEW = 40, 4, 12
 case = functools.lru_cache(maxsize=None)(lambda: build(CASES[0]))
 
 
-every_kind = pytest.mark.parametrize("kind", ["torch", *(level.name.lower() for level in levels()[-1:])])
+every_kind = pytest.mark.parametrize("kind", ["torch", "compiled"])
 
 
 def model_of(built: BuiltCase, kind: str, pool: DevicePool) -> Model:
-    """kind: `torch`, or a level of the compiled core."""
     if kind == "torch":
         return built.model()
-    limit = Isa[kind.upper()]
-    return CompiledModel(built.config, built.tensors, pool, library(), max_tokens=64, num_threads=2, limit=limit)
+    return CompiledModel(built.config, built.tensors, pool, library(), max_tokens=64, num_threads=2)
 
 
 @contextmanager
@@ -175,6 +172,7 @@ def int32(*values: int) -> np.typing.NDArray[np.int32]:
         {"copies": int32(0, NUM_BLOCKS, 1)[None]},
         {"copies": int32(0, 1, BLOCK_SIZE + 1)[None]},
         {"fresh_blocks": int32(NUM_BLOCKS)},
+        {"compares": int32(0, NUM_BLOCKS)[None]},
         {"token_ids": int32(1, 2, 131)},
         {"token_ids": int32(1, -2, 3)},
     ],

@@ -15,9 +15,8 @@ from pagetier.engine.random_stream import uniforms
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.kernels.cpu.library import Isa
 from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
-from tests.kernels.cpu.tiny_models import levels, library
+from tests.kernels.cpu.tiny_models import every_level, library, library_of
 
-every_level = pytest.mark.parametrize("isa", levels(), ids=lambda isa: isa.name.lower())
 NUM_ROWS = 5
 VOCABULARIES = (1, 2, 17, 63, 64, 65, 127, 1000, 4161, 9000)
 LAST = 1 - 2**-52  # the greatest number
@@ -38,7 +37,7 @@ def test_a_number_draws_the_token_that_the_reference_draws(isa: Isa, seed: int, 
     logits = random_logits(rng, NUM_ROWS, vocab_size)
     params = [random_params(rng, vocab_size) for _ in range(NUM_ROWS)]
     numbers = rng.choice([0.0, *rng.random(3).tolist(), LAST], NUM_ROWS).tolist()
-    tokens = choose(library(), isa, rows_of(logits, params, numbers), vocab_size)
+    tokens = choose(library_of(isa), isa, rows_of(logits, params, numbers), vocab_size)
     assert tokens == [reference(*row) for row in zip(logits, params, numbers, strict=True)], params
 
 
@@ -52,11 +51,11 @@ def test_a_row_of_a_real_vocabulary_draws_the_same_in_any_company(isa: Isa, num_
     kinds = [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"top_k": 3000}, {"min_p": 0.02}, {"top_p": 1 - 1e-12}]
     params = [SamplingParams(temperature=0.5 + i % 4, **kinds[i % 6]) for i in range(num_rows)]  # type: ignore[arg-type]
     numbers = rng.random(num_rows).tolist()
-    tokens = choose(library(), isa, rows_of(logits, params, numbers), vocab_size, num_threads)
+    tokens = choose(library_of(isa), isa, rows_of(logits, params, numbers), vocab_size, num_threads)
     assert tokens == [reference(*row) for row in zip(logits, params, numbers, strict=True)]
     for i in range(num_rows):
         alone = rows_of(logits[i : i + 1], params[i : i + 1], numbers[i : i + 1])
-        assert choose(library(), isa, alone, vocab_size) == tokens[i : i + 1]
+        assert choose(library_of(isa), isa, alone, vocab_size) == tokens[i : i + 1]
 
 
 @every_level
@@ -71,7 +70,7 @@ def test_broken_logits_give_numpys_argmax_and_leave_others_alone(
     if value < 0 and len(places) < 200:
         logits[0] = np.where(np.isin(np.arange(200), places), -1.0, -np.inf)  # -inf but for few
     params = [SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, top_k=5)] * 2
-    tokens = choose(library(), isa, rows_of(logits, params, [0.3, 0.3]), 200)
+    tokens = choose(library_of(isa), isa, rows_of(logits, params, [0.3, 0.3]), 200)
     assert tokens == [reference(row, params[0], 0.3) for row in logits]
     if temperature == 0.0 or not value < 0:
         assert tokens[0] == int(logits[0].argmax())
@@ -87,7 +86,7 @@ def test_logprobs_are_those_of_the_raw_row(isa: Isa, seed: int, vocab_size: int)
     num_top = min(vocab_size, int(rng.choice([0, 1, 20])))
     rows = rows_of(logits, [SamplingParams(temperature=1.0)] * NUM_ROWS, [0.5] * NUM_ROWS)
     ids, values = tell(rows, raw, num_top)
-    tokens = choose(library(), isa, rows, vocab_size)
+    tokens = choose(library_of(isa), isa, rows, vocab_size)
     for i, token in enumerate(tokens):
         if not np.isfinite(raw[i].max()):
             assert math.isnan(rows["logprob"][i]) and np.isnan(values[i]).all()
@@ -129,7 +128,7 @@ def test_a_row_that_makes_no_sense_is_refused_and_none_is_answered(change: dict[
     for name, value in change.items():
         before[name][1] = rows[name][1] = value
     with pytest.raises(ValueError, match="a row to sample without"):
-        choose(library(), levels()[-1], rows, 100)
+        choose(library(), library().best_isa(), rows, 100)
     assert rows.tobytes() == before.tobytes()
 
 
@@ -137,12 +136,12 @@ def test_a_row_that_makes_no_sense_is_refused_and_none_is_answered(change: dict[
 def test_a_vocabulary_whose_weights_do_not_fit_is_refused(vocab_size: int) -> None:
     logits = np.zeros((1, 1), np.float32)
     with pytest.raises(ValueError, match="a vocabulary that is empty or above"):
-        choose(library(), levels()[-1], rows_of(logits, [SamplingParams()], [0.5]), vocab_size)
-    assert choose(library(), levels()[-1], rows_of(logits[:0], [], []), 1) == []
+        choose(library(), library().best_isa(), rows_of(logits, [SamplingParams()], [0.5]), vocab_size)
+    assert choose(library(), library().best_isa(), rows_of(logits[:0], [], []), 1) == []
 
 
 def test_the_most_weights_still_have_a_sum() -> None:
     vocab_size = (1 << 20) - 1
     logits = np.zeros((2, vocab_size), np.float32)
     rows = rows_of(logits, [SamplingParams(), SamplingParams(top_p=0.5)], [LAST, LAST])
-    assert choose(library(), levels()[-1], rows, vocab_size) == [vocab_size - 1] * 2
+    assert choose(library(), library().best_isa(), rows, vocab_size) == [vocab_size - 1] * 2
