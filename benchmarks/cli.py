@@ -95,6 +95,16 @@ BENCHES = {
         "pagetier.benchmarks.preemption",
         full_minutes=25,
     ),
+    "tiers": Bench(
+        "lower tiers move blocks at what their medium gives, with checksums on every byte",
+        "pagetier.benchmarks.tiers.bench",
+        full_minutes=5,
+    ),
+    "recovery": Bench(
+        "100,000 records are known again at once after a start, in little memory, and a long prompt is soon found",
+        "pagetier.benchmarks.tiers.recovery",
+        full_minutes=3,
+    ),
     "spine": Bench(
         "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
         "pagetier.benchmarks.spine",

@@ -39,39 +39,76 @@ def measure_redis(seconds: float) -> RedisLimits:
         tempfile.TemporaryDirectory(prefix="pgt-", dir="/tmp") as folder,  # short: socket paths have a limit
         join_embedded(Path(folder), SERVER_BYTES, linger_s=0.0) as server,
     ):
-        tool = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
-        if tool is not None:
-            return _by_tool(tool, server.socket_path, seconds)
-        return _by_loop(server.socket_path, seconds)
+        load = RedisRates(server.socket_path, VALUE_BYTES, NUM_KEYS)
+        written = load.set(seconds)
+        return RedisLimits(load.get(seconds), written, load.how)
 
 
-def _by_tool(tool: str, socket_path: Path, seconds: float) -> RedisLimits:
-    num_requests = max(200, int(seconds * 4000))
-    options = ["-s", str(socket_path), "-t", "set,get", "-d", str(VALUE_BYTES), "-n", str(num_requests)]
-    options += ["-c", str(PIPELINE), "-r", str(NUM_KEYS), "--csv"]
-    done = subprocess.run([tool, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise PagetierError(f"{tool}: {done.stderr.strip()[:200]}")
-    rates = {row["test"]: float(row["rps"]) * VALUE_BYTES for row in csv.DictReader(io.StringIO(done.stdout))}
-    return RedisLimits(rates["GET"], rates["SET"], Path(tool).name)
+class RedisRates:
+    """What the server behind `socket_path` takes and gives, measured anew by each call. `how`: the tool it is
+    measured by. `get` after `set`, which overwrites values: what was never set is answered at once.
+    """
 
+    def __init__(self, socket_path: Path, value_bytes: int, num_keys: int) -> None:
+        self._socket_path, self._value_bytes, self._num_keys = socket_path, value_bytes, num_keys
+        self._tool = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
+        self.how = Path(self._tool).name if self._tool else "a Python loop over one connection"
 
-def _by_loop(socket_path: Path, seconds: float) -> RedisLimits:
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
-        connection.settimeout(TIMEOUT_S)
-        connection.connect(str(socket_path))
-        loop = RedisLoop(connection)
-        written = loop.rate(loop.set_some, seconds)
-        return RedisLimits(loop.rate(loop.get_some, seconds), written, "a Python loop over one connection")
+    def set(self, seconds: float) -> float:
+        """Bytes of values per second."""
+        return (
+            self._by_loop(seconds, "set")
+            if self._tool is None
+            else self._by_tool(self._tool, self._num_requests(seconds), self._num_keys, "set")
+        )
+
+    def set_new(self, num_values: int) -> float:
+        """As `set`, of values that were not there, for which the server needs memory."""
+        if self._tool is None:
+            fresh = RedisRates(self._socket_path, self._value_bytes, -(-num_values // PIPELINE) * PIPELINE)
+            return fresh._by_loop(0.0, "set")
+        return self._by_tool(self._tool, num_values, 10**9, "set")
+
+    def get(self, seconds: float) -> float:
+        """As `set`."""
+        return (
+            self._by_loop(seconds, "get")
+            if self._tool is None
+            else self._by_tool(self._tool, self._num_requests(seconds), self._num_keys, "get")
+        )
+
+    def _num_requests(self, seconds: float) -> int:
+        return max(
+            8 * self._num_keys, int(seconds * 4000 * VALUE_BYTES / self._value_bytes)
+        )  # so that all keys are set
+
+    def _by_tool(self, tool: str, num_requests: int, num_keys: int, test: str) -> float:
+        options = ["-s", str(self._socket_path), "-t", test, "-d", str(self._value_bytes), "-n", str(num_requests)]
+        options += ["-c", str(PIPELINE), "-r", str(num_keys), "--csv"]
+        done = subprocess.run([tool, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise PagetierError(f"{tool}: {done.stderr.strip()[:200]}")
+        (row,) = csv.DictReader(io.StringIO(done.stdout))
+        return float(row["rps"]) * self._value_bytes
+
+    def _by_loop(self, seconds: float, test: str) -> float:
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(str(self._socket_path))
+            loop = RedisLoop(connection, self._value_bytes, self._num_keys)
+            return loop.rate(loop.set_some if test == "set" else loop.get_some, seconds)
 
 
 class RedisLoop:
-    """SET and GET of `VALUE_BYTES` values, `PIPELINE` at a time; `sendmsg` and `recv_into`, no copies of our own."""
+    """SET and GET of values, `PIPELINE` at a time; `sendmsg` and `recv_into`, no copies of our own.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._value = bytes(range(256)) * (VALUE_BYTES // 256)
-        self._reply = bytearray(PIPELINE * (len(f"${VALUE_BYTES}\r\n") + VALUE_BYTES + 2))
+    num_keys: a multiple of `PIPELINE`.
+    """
+
+    def __init__(self, connection: socket.socket, value_bytes: int = VALUE_BYTES, num_keys: int = NUM_KEYS) -> None:
+        self._connection, self._value_bytes, self._num_keys = connection, value_bytes, num_keys
+        self._value = bytes(range(256)) * (value_bytes // 256)
+        self._reply = bytearray(PIPELINE * (len(f"${value_bytes}\r\n") + value_bytes + 2))
         self._next = 0
 
     def rate(self, some: Callable[[], None], seconds: float) -> float:
@@ -81,12 +118,16 @@ class RedisLoop:
         while rounds == 0 or time.perf_counter() - start_s < seconds:
             some()
             rounds += 1
-        return rounds * PIPELINE * VALUE_BYTES / (time.perf_counter() - start_s)
+        return rounds * PIPELINE * self._value_bytes / (time.perf_counter() - start_s)
 
     def set_some(self) -> None:
         parts: list[bytes] = []
         for key in self._keys():
-            parts += [b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, VALUE_BYTES), self._value, b"\r\n"]
+            parts += [
+                b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, self._value_bytes),
+                self._value,
+                b"\r\n",
+            ]
         views = [memoryview(part) for part in parts]
         while views:
             sent = self._connection.sendmsg(views)
@@ -99,10 +140,10 @@ class RedisLoop:
     def get_some(self) -> None:
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._keys()]
         self._connection.sendall(b"".join(commands))
-        self._receive(len(self._reply), b"$%d\r\n" % VALUE_BYTES)
+        self._receive(len(self._reply), b"$%d\r\n" % self._value_bytes)
 
     def _keys(self) -> list[bytes]:
-        first, self._next = self._next, (self._next + PIPELINE) % NUM_KEYS
+        first, self._next = self._next, (self._next + PIPELINE) % self._num_keys
         return [b"limits-%d" % index for index in range(first, first + PIPELINE)]
 
     def _receive(self, num_bytes: int, start: bytes) -> None:
