@@ -105,6 +105,16 @@ BENCHES = {
         "pagetier.benchmarks.tiers.recovery",
         full_minutes=3,
     ),
+    "restart": Bench(
+        "after a restart a long prompt's first token comes as soon as its blocks can be read",
+        "pagetier.benchmarks.tiers.restart",
+        full_minutes=60,
+    ),
+    "policies": Bench(
+        "no eviction policy leaves clearly more usable prefix tokens in a host tier than the default",
+        "pagetier.benchmarks.policies.bench",
+        full_minutes=6,
+    ),
     "spine": Bench(
         "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
         "pagetier.benchmarks.spine",

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,7 @@ class _CountingStream:
         self.receive, self.is_quiet = stream.receive, stream.is_quiet
         self.abort, self.close = stream.abort, stream.close
 
-    def send(self, buffers: list[memoryview], deadline_s: float) -> None:
+    def send(self, buffers: Sequence[memoryview], deadline_s: float) -> None:
         self._sockets.num_sends += 1
         self._stream.send(buffers, deadline_s)
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagetier.benchmarks.report import Report
 from pagetier.benchmarks.tiers.bench import Comparison, compare
-from pagetier.benchmarks.tiers.blocks import DOMAIN, Blocks, load_rate, put_rate, store_over
+from pagetier.benchmarks.tiers.blocks import Blocks, load_rate, put_rate, store_over
 from pagetier.benchmarks.tiers.media import NvmeMedium
 from pagetier.benchmarks.tiers.opening import fill, opened
 from pagetier.benchmarks.tiers.picture import draw
@@ -75,14 +75,14 @@ def test_blocks_lie_on_pages_and_other_names_share_their_memory(blocks: Blocks) 
 
 
 def test_a_chain_goes_through_a_store_and_its_bytes_are_compared(blocks: Blocks) -> None:
-    with store_over(MemoryTier(1 << 22, DOMAIN), PAYLOAD_BYTES) as store:
+    with store_over(MemoryTier(1 << 22), PAYLOAD_BYTES) as store:
         assert put_rate(store, blocks) > 0
         assert load_rate(store, blocks) > 0
     assert not blocks.destination.any()  # wiped: the next load cannot pass with these
 
 
 def test_other_bytes_than_were_put_are_no_result(blocks: Blocks) -> None:
-    with store_over(LyingTier(1 << 22, DOMAIN), PAYLOAD_BYTES) as store:
+    with store_over(LyingTier(1 << 22), PAYLOAD_BYTES) as store:
         put_rate(store, blocks)
         with pytest.raises(RuntimeError, match="other bytes"):
             load_rate(store, blocks)
