@@ -54,6 +54,7 @@ class Batch:
     request_ids: one per row; for diagnostics and the ledger only.
     compares: (num_compares, 2) (block computed by this step, block that must hold the same), compared when all else of
         the step is done.
+    tiers_busy: blocks are on their way to or from lower tiers, whose threads need a core.
     """
 
     step: int
@@ -70,6 +71,7 @@ class Batch:
     fresh_blocks: I32
     request_ids: tuple[str, ...]
     compares: I32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    tiers_busy: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,7 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     fresh_blocks: list[int] = field(default_factory=list)
     release_after: list[int] = field(default_factory=list)
+    tiers_busy: bool = False
     shadow_rows: list[int] = field(default_factory=list)
 
     def add(self, row: PlannedRow) -> None:
@@ -80,6 +81,7 @@ def build_batch(plan: StepPlan, block_size: int, num_groups: int) -> Batch:
         copies=np.asarray(plan.copies, np.int32).reshape(-1, 3),
         fresh_blocks=np.asarray(plan.fresh_blocks, np.int32),
         request_ids=tuple(row.request.request_id for row in rows),
+        tiers_busy=plan.tiers_busy,
         compares=compares,
     )
 

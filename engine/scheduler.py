@@ -143,7 +143,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now."""
-        plan = StepPlan(self._num_steps)
+        plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
         self._look_ahead()
         made_way = self._make_way()
         may_admit = self._plan_running(plan) and not made_way

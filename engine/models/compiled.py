@@ -29,6 +29,7 @@ from pagetier.kernels.cpu.library import (
 )
 
 KERNEL_REVISION = "pagetier-cpu-3"  # raise it whenever the core's arithmetic changes
+SPARE_FROM = 4  # threads from which on one is left free while tiers are busy: of two it would be half the speed
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
 
@@ -73,6 +74,7 @@ class CompiledModel:
         self._frequencies = self._keep(rope_frequencies(config.rope, config.head_dim).numpy())
         self._model = self._make_model(pool)
         self._threads = library.create_threads(num_threads, cpus)
+        self._num_threads = self._num_active = num_threads
         self._scratch = aligned_bytes(library.scratch_bytes(self._model, self._threads))
         self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size)
 
@@ -201,6 +203,7 @@ class CompiledModel:
         # What does not fit 32 bits stays outside the vocabulary.
         ids = np.clip(token_ids.numpy(), -1, np.iinfo(np.int32).max).astype(np.int32)
         table = np.ascontiguousarray(batch.block_tables[0])
+        self._leave_free(1 if batch.tiers_busy and self._num_threads >= SPARE_FROM else 0)
         attention_ns, all_ns = int(self.counters[OpKind.ATTENTION]), int(self.counters.sum())
         try:
             error = self._library.step(
@@ -222,6 +225,13 @@ class CompiledModel:
     def prefill_s(self, num_new: int, context: int) -> float | None:
         """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known."""
         return self.prefill_model.seconds(num_new, context)
+
+    def _leave_free(self, num_cores: int) -> None:
+        """Compute on all threads but so many."""
+        num_active = self._num_threads - num_cores
+        if num_active != self._num_active:
+            self._num_active = num_active
+            self._library.use_threads(self._threads, num_active)
 
     def _observe(self, batch: Batch, attention_s: float, other_s: float) -> None:
         num_tokens, num_rows = batch.num_tokens, batch.num_rows

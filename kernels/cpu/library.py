@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 NUM_COUNTERS = 10
 
 
@@ -138,6 +138,7 @@ class Library:
         self._name = _function(library, "pt_isa_name", c.c_char_p, c.c_int32)
         self._lacks = _function(library, "pt_isa_lacks", c.c_char_p)
         self._create = _function(library, "pt_threads_create", c.c_void_p, c.c_int32, c.c_void_p)
+        self._use = _function(library, "pt_threads_use", None, c.c_void_p, c.c_int32)
         self._destroy = _function(library, "pt_threads_destroy", None, c.c_void_p)
         self._packed_bytes = _function(
             library, "pt_packed_bytes", c.c_size_t, c.c_int32, c.c_int32, c.c_int64, c.c_int64
@@ -184,6 +185,10 @@ class Library:
         if not threads:
             raise ValueError(f"cannot make {num_threads} threads")
         return int(threads)
+
+    def use_threads(self, threads: int, num_active: int) -> None:
+        """From the next step on only so many of them compute. Called by the thread that calls `step`."""
+        self._use(threads, num_active)
 
     def destroy_threads(self, threads: int) -> None:
         self._destroy(threads)

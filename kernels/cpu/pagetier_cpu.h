@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 3
+#define PT_ABI_VERSION 4
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -86,6 +86,9 @@ PT_API const char *pt_isa_lacks(void);
 
 /* num_threads workers including the caller's thread, each bound to its CPU of `cpus` (num_threads), NULL: to none. */
 PT_API pt_threads *pt_threads_create(int32_t num_threads, const int32_t *cpus);
+/* From the next step on only the first `num_active` workers (1 to all of them) compute; the others leave their cores to
+ * whoever needs them. Results do not depend on it. To be called by the thread that calls pt_step, between steps. */
+PT_API void pt_threads_use(pt_threads *threads, int32_t num_active);
 PT_API void pt_threads_destroy(pt_threads *threads);
 
 /* Bytes of a packed (n, k) weight, and the packing itself. src: (n, k) row-major of `dtype`. */

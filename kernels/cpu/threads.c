@@ -31,6 +31,7 @@ struct pt_threads {
     int32_t num_workers; /* the caller is worker 0 */
     int32_t caller_cpu;  /* where a thread that calls is bound to, -1: nowhere */
     pt_worker *workers;
+    _Atomic uint32_t num_active; /* the first so many take part in sections; the others sleep until it changes */
     /* The current section: written by the caller before `generation` is raised. */
     pt_task_fn fn;
     void *arg;
@@ -60,14 +61,15 @@ static inline void pause_cpu(void) {
 }
 
 /* The first task of a worker's range. */
-static int64_t range_start(const pt_threads *threads, int64_t num_tasks, int64_t worker) {
-    return num_tasks * worker / threads->num_workers;
+static int64_t range_start(int64_t num_tasks, int64_t worker, int64_t num_active) {
+    return num_tasks * worker / num_active;
 }
 
 static void take_tasks(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks, int32_t worker) {
-    for (int32_t i = 0; i < threads->num_workers; i++) {
-        const int32_t owner = (worker + i) % threads->num_workers;
-        const int64_t end = range_start(threads, num_tasks, owner + 1);
+    const int32_t num_active = (int32_t)atomic_load_explicit(&threads->num_active, memory_order_relaxed);
+    for (int32_t i = 0; i < num_active; i++) {
+        const int32_t owner = (worker + i) % num_active;
+        const int64_t end = range_start(num_tasks, owner + 1, num_active);
         for (;;) {
             int64_t task = atomic_fetch_add_explicit(&threads->workers[owner].next_task, 1, memory_order_relaxed);
             if (task >= end) break;
@@ -98,6 +100,11 @@ static void *run_worker(void *at) {
     pt_threads *threads = worker->threads;
     uint32_t seen = 0;
     for (;;) {
+        const uint32_t num_active = atomic_load(&threads->num_active);
+        if ((uint32_t)worker->index >= num_active) {
+            futex_wait(&threads->num_active, num_active);
+            continue;
+        }
         seen = await_section(threads, seen);
         if (atomic_load(&threads->stop)) return NULL;
         /* Enter only while the section is open: the caller closes it by taking num_inside from 0 to -1. */
@@ -105,7 +112,8 @@ static void *run_worker(void *at) {
         while (inside >= 0 && !atomic_compare_exchange_weak(&threads->num_inside, &inside, inside + 1)) {
         }
         if (inside < 0) continue;
-        take_tasks(threads, threads->fn, threads->arg, threads->num_tasks, worker->index);
+        if ((uint32_t)worker->index < atomic_load(&threads->num_active))
+            take_tasks(threads, threads->fn, threads->arg, threads->num_tasks, worker->index);
         atomic_fetch_sub_explicit(&threads->num_inside, 1, memory_order_release);
     }
 }
@@ -135,12 +143,19 @@ pt_threads *pt_threads_create(int32_t num_threads, const int32_t *cpus) {
         if (cpus != NULL) pin(worker->thread, cpus[i]);
         threads->num_workers++;
     }
+    pt_threads_use(threads, threads->num_workers);
     return threads;
+}
+
+void pt_threads_use(pt_threads *threads, int32_t num_active) {
+    const uint32_t value = (uint32_t)pt_max(1, pt_min(num_active, threads->num_workers));
+    if (atomic_exchange(&threads->num_active, value) != value) futex_wake(&threads->num_active);
 }
 
 void pt_threads_destroy(pt_threads *threads) {
     if (threads == NULL) return;
     atomic_store(&threads->stop, 1);
+    pt_threads_use(threads, threads->num_workers);
     atomic_fetch_add(&threads->generation, 1);
     futex_wake(&threads->generation);
     for (int32_t i = 1; i < threads->num_workers; i++) pthread_join(threads->workers[i].thread, NULL);
@@ -158,15 +173,16 @@ void pt_bind_caller(const pt_threads *threads) {
 int32_t pt_num_workers(const pt_threads *threads) { return threads->num_workers; }
 
 void pt_parallel(pt_threads *threads, pt_task_fn fn, void *arg, int64_t num_tasks) {
-    if (threads->num_workers == 1 || num_tasks <= 1) {
+    const int32_t num_active = (int32_t)atomic_load_explicit(&threads->num_active, memory_order_relaxed);
+    if (num_active == 1 || num_tasks <= 1) {
         for (int64_t task = 0; task < num_tasks; task++) fn(arg, task, 0);
         return;
     }
     threads->fn = fn;
     threads->arg = arg;
     threads->num_tasks = num_tasks;
-    for (int32_t i = 0; i < threads->num_workers; i++)
-        atomic_store_explicit(&threads->workers[i].next_task, range_start(threads, num_tasks, i), memory_order_relaxed);
+    for (int32_t i = 0; i < num_active; i++)
+        atomic_store_explicit(&threads->workers[i].next_task, range_start(num_tasks, i, num_active), memory_order_relaxed);
     atomic_store(&threads->num_inside, 0);
     atomic_fetch_add(&threads->generation, 1);
     if (atomic_load(&threads->num_sleeping) > 0) futex_wake(&threads->generation);

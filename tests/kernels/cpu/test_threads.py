@@ -32,3 +32,10 @@ def test_each_worker_is_bound_to_its_cpu_or_to_none(cpus: tuple[int, ...]) -> No
 def test_as_many_cpus_as_threads() -> None:
     with pytest.raises(ValueError, match="1 CPUs for 3 threads"):
         library().create_threads(3, CPUS[:1])
+
+
+def test_parked_workers_come_back_and_end() -> None:
+    threads = library().create_threads(4)
+    for num_active in (1, 4, 2, 0, 9, 3, 1):
+        library().use_threads(threads, num_active)
+    library().destroy_threads(threads)  # waits for all of them
