@@ -21,6 +21,7 @@ from pagetier.kvstore.redis.resp import ErrorReply, Reply, RespConnection, encod
 from pagetier.kvstore.tier import BlockRead, BlockWrite
 
 MAX_PIPELINE_COMMANDS = 512  # 60 kB of requests fit a socket's buffer, so sending never waits on a server that writes
+SEND_BYTES = 256 << 10  # of values that go out at once: a call costs some percent of what the checksums save
 COMMAND_BYTES = 32  # of RESP around a name, about
 READING, WRITING = "reading", "writing"
 FAULTS = (OSError, ProtocolError, RefusedError)
@@ -244,10 +245,11 @@ class Node:
         for window in self._windows_of_blocks([writes[i] for i in left]):
             self._check_deadline(deadline_s)
             now, left = left[: len(window)], left[len(window) :]
-            buffers: list[bytes | memoryview] = []
-            for i, write in zip(now, window, strict=True):
-                buffers += ((_ASKING,) if is_asking else ()) + self._set_command(write, names[i])
-            connection.send(buffers, len(window) * (1 + is_asking), deadline_s)
+            for few in _in_sends(now, window):
+                buffers: list[bytes | memoryview] = []
+                for i, write in few:
+                    buffers += ((_ASKING,) if is_asking else ()) + self._set_command(write, names[i])
+                connection.send(buffers, len(few) * (1 + is_asking), deadline_s)
             for i, write in zip(now, window, strict=True):
                 if is_asking:
                     connection.read_reply(deadline_s)
@@ -399,6 +401,20 @@ def _get_commands(reads: Sequence[BlockRead], names: Sequence[RecordNames], *, i
         return names[0].commands("GET", [read.address for read in reads])
     first = _ASKING if is_asking else b""
     return b"".join(first + one.command(b"GET", read.address) for read, one in zip(reads, names, strict=False))
+
+
+def _in_sends(indices: Sequence[int], writes: Sequence[BlockWrite]) -> Iterator[list[tuple[int, BlockWrite]]]:
+    """Writes, with their indices, that go out at once: while a server takes them, the next ones' sums are computed."""
+    few: list[tuple[int, BlockWrite]] = []
+    nbytes = 0
+    for i, write in zip(indices, writes, strict=True):
+        few.append((i, write))
+        nbytes += write.source.nbytes
+        if nbytes >= SEND_BYTES:
+            yield few
+            few, nbytes = [], 0
+    if few:
+        yield few
 
 
 def _record_bytes(block: BlockRead | BlockWrite) -> int:
