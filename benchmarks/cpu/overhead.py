@@ -91,10 +91,10 @@ class Crowd:
         scheduler.poll_transfers()
         plan = scheduler.plan()
         planned_s = time.perf_counter()
-        assert plan is not None
-        self._runner.launch(build_batch(plan, config.block_size, 1))
+        if plan is not None:
+            self._runner.launch(build_batch(plan, config.block_size, 1))
         times = StepTimes(planned_s - start_s, time.perf_counter() - planned_s)
-        if len(scheduler.launched) >= config.pipeline_depth:
+        if scheduler.launched and (plan is None or len(scheduler.launched) >= config.pipeline_depth):
             result, launched = self._runner.collect(), scheduler.launched[0]
             start_s = time.perf_counter()
             scheduler.commit(launched, result)
