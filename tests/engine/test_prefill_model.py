@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagetier.engine.models.compiled import CompiledModel
-from pagetier.engine.prefill_model import PrefillFit, PrefillModel, num_pairs
+from pagetier.engine.prefill_model import QUERY_PAIRS, PrefillFit, PrefillModel, num_pairs
 from pagetier.kernels.cpu.library import OpKind
 from tests.kernels.cpu.tiny_models import Setting, library, prompts, random_tensors, rig, tiny_config
 
@@ -15,16 +15,18 @@ from tests.kernels.cpu.tiny_models import Setting, library, prompts, random_tens
 def run_steps(model: PrefillModel, truth: PrefillFit, num_steps: int, noise: float = 0.0, seed: int = 0) -> None:
     """Chunks, mixed steps and decodes, as serving mixes them; their times as `truth` has them, give or take `noise`."""
     rng = np.random.default_rng(seed)
+    outside_s = truth.per_token_s - QUERY_PAIRS * truth.per_pair_s  # of a token's time
     for _ in range(num_steps):
         num_decodes = int(rng.integers(1, 9))
-        attention_s, other_s = 0.0, truth.per_step_s + truth.per_token_s * num_decodes
+        other_s = truth.per_step_s + outside_s * num_decodes
         off = 1 + noise * rng.standard_normal(2)
         if rng.random() < 0.7:
             model.observe_decode(num_decodes, other_s * off[0])
             continue
         num_new, context = int(rng.choice([512, 512, 512, 200, 30])), int(rng.integers(0, 8000))
         pairs = num_pairs(num_new, context) + num_decodes * num_pairs(1, 1000)
-        attention_s, other_s = truth.per_pair_s * pairs, other_s + truth.per_token_s * num_new
+        attention_s = truth.per_pair_s * (pairs + QUERY_PAIRS * (num_new + num_decodes))
+        other_s += outside_s * num_new
         model.observe_prefill(num_new + num_decodes, pairs, attention_s * off[1], other_s * off[0])
 
 
@@ -62,11 +64,21 @@ def test_what_was_not_seen_is_unknown_and_no_cost_is_negative() -> None:
     model.observe_decode(4, 0.01)
     assert model.fit is None
     model.observe_prefill(100, num_pairs(100, 0), 0.001, 0.009)  # quicker than the decode: the line would fall
-    assert model.fit == PrefillFit(0.009, 0.0, 0.001 / 5000)
+    pair_s = 0.001 / (5000 + 100 * QUERY_PAIRS)
+    assert model.fit == PrefillFit(0.009, QUERY_PAIRS * pair_s, pair_s)
     alone = PrefillModel()
     alone.observe_prefill(100, num_pairs(100, 0), 0.001, 0.01)
     assert alone.fit is not None and alone.fit.per_step_s == pytest.approx(0.0, abs=1e-15)
-    assert alone.seconds(200, 0) == pytest.approx(0.02 + 0.001 * 20_000 / 5000)
+    assert alone.seconds(200, 0) == pytest.approx(0.02 + pair_s * (20_000 + 200 * QUERY_PAIRS))
+
+
+def test_short_prompts_foretell_long_ones() -> None:
+    """Measured on SmolLM2, one core: tokens of a prompt, and us a token in attention and outside it."""
+    model = PrefillModel()
+    for num_new, attention_us, other_us in ((8, 22.0, 910.0), (16, 19.2, 778.0), (64, 32.9, 629.0)):
+        pairs = num_pairs(num_new, 0)
+        model.observe_prefill(num_new, pairs, 1e-6 * attention_us * num_new, 1e-6 * other_us * num_new)
+    assert model.seconds(2000, 0) == pytest.approx(2000 * (364 + 663) * 1e-6, rel=0.1)
 
 
 def test_steps_of_a_real_model_are_learnt_from_its_counters() -> None:
@@ -82,7 +94,7 @@ def test_steps_of_a_real_model_are_learnt_from_its_counters() -> None:
         step_s = (run.model.counters - before) / 1e9
         assert run.model.prefill_model.seconds(200, 0) == pytest.approx(float(step_s.sum()))
         fit = run.model.prefill_model.fit
-        assert fit is not None and fit.per_pair_s == pytest.approx(float(step_s[OpKind.ATTENTION]) / 20_000)
+        assert fit is not None and fit.per_pair_s == pytest.approx(float(step_s[OpKind.ATTENTION]) / 30_000)
         first.token_ids += [1] * 5
         run.step([(first, 5)])
         assert run.model.prefill_model.fit != fit
