@@ -18,7 +18,7 @@ from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.executor import ExecutorFactory
-from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, QuarantiningTier, Tier, TierCounters
+from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, QuarantiningTier, Tier, TierCounters, TryingTier
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,16 @@ class TierPort:
         return self._guarded(self.writes, BlockStatus.DROPPED, put, len(writes), nbytes, deadline_s)
 
     def probe_writes(self, read: BlockRead, deadline_s: float) -> None:
-        """Find out with a block that was just read whether writes work again, when that is due: where all is hits no
-        put comes, and a tier that is well would stay degraded. Only where EXISTS is the medium's own answer."""
-        if self.at_once or self.writes.state is not BreakerState.OPEN or not self.writes.would_allow():
+        """Find out whether writes work again, when that is due, after a block was read: where all is hits no put comes,
+        and a tier that is well would stay degraded. With that block where EXISTS is the medium's own answer."""
+        if self.writes.state is not BreakerState.OPEN or not self.writes.would_allow():
             return
-        write = BlockWrite(read.name, read.part, read.destination, read.domain)
-        self.put([write], min(deadline_s, self._clock() + self._limits.slow_s))
+        deadline_s = min(deadline_s, self._clock() + self._limits.slow_s)
+        if isinstance(self.tier, TryingTier):
+            tier = self.tier
+            self._guarded(self.writes, BlockStatus.DROPPED, lambda until_s: [tier.try_write(until_s)], 1, 0, deadline_s)
+        elif not self.at_once:
+            self.put([BlockWrite(read.name, read.part, read.destination, read.domain)], deadline_s)
 
     def submit_touch(self, names: Sequence[BlockName], part: Part) -> None:
         """Touch a chain, later and best effort: dropped when many wait or the tier is held back."""

@@ -146,6 +146,14 @@ class PinningTier(Protocol):
 
 
 @runtime_checkable
+class TryingTier(Protocol):
+    """What a tier adds whose put answers EXISTS without asking its medium (nvme)."""
+
+    def try_write(self, deadline_s: float) -> BlockStatus:
+        """Write a little of no consequence and remove it: OK, ERROR or TIMEOUT. Never raises."""
+
+
+@runtime_checkable
 class QuarantiningTier(Protocol):
     """What a tier adds when it can keep a copy of a record that it takes out of use (nvme)."""
 

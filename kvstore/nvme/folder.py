@@ -166,6 +166,20 @@ class Folder:
         except FileNotFoundError:
             return 0
 
+    def try_write(self) -> None:
+        """Write a page into our NN and remove it. Raises OSError when that cannot be done."""
+        assert self.writer is not None, "no folder of our own"
+        path = self.writer / f"try{TEMPORARY}"
+        fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._files.allocate(fd, 4096)
+            write_full(self._files, fd, [bytes(4096)], 0)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+            with contextlib.suppress(OSError):
+                self._files.unlink(path)
+
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         """Keep an encoded identity unless it is there already."""
         final = self.path / "identities" / domain.hex()

@@ -312,6 +312,22 @@ class NvmeTier:
                 self._write_errors += 1
                 log.warning("nvme tier at %s: writing %d records failed (%s)", self.path, count, error)
 
+    def try_write(self, deadline_s: float) -> BlockStatus:
+        """As in `TryingTier`; finds a folder that is back, too."""
+        if not self._write_lock.acquire(timeout=max(0.0, deadline_s - self._files.now_s())):
+            return BlockStatus.TIMEOUT
+        try:
+            if not self._ensure_attached():
+                return BlockStatus.ERROR
+            self._folder.try_write()
+        except OSError as error:
+            self._write_errors += 1
+            log.warning("nvme tier at %s cannot write yet (%s)", self.path, error)
+            return BlockStatus.ERROR
+        finally:
+            self._write_lock.release()
+        return BlockStatus.OK
+
     def touch(self, addresses: Sequence[Address]) -> None:
         """As in `Tier`; no I/O."""
         self._index.touch(self._packed(addresses))

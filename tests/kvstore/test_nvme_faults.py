@@ -12,9 +12,25 @@ import pytest
 
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
+from pagetier.kvstore.executor import SeededExecutor
+from pagetier.kvstore.job import LoadDone, LookupDone
 from pagetier.kvstore.nvme.fault_fs import FaultFS, os_error
+from pagetier.kvstore.nvme.files import Files
 from pagetier.kvstore.nvme.tier import NvmeTier
-from tests.kvstore.tier_contract import DOMAIN, addresses, assert_readable, chain, get, payload_of, put, soon
+from pagetier.kvstore.store import TieredStore
+from tests.kvstore.rig import Clock
+from tests.kvstore.tier_contract import (
+    DOMAIN,
+    PART,
+    PAYLOAD_BYTES,
+    addresses,
+    assert_readable,
+    chain,
+    get,
+    payload_of,
+    put,
+    soon,
+)
 
 OK, MISS, EXISTS, ERROR = BlockStatus.OK, BlockStatus.MISS, BlockStatus.EXISTS, BlockStatus.ERROR
 CAPACITY = 4 << 20
@@ -244,3 +260,46 @@ def test_bytes_taken_away_in_the_middle_of_a_read_are_no_corruption(tmp_path: Pa
         files.well()
         tier.refresh()
         tier.check()
+
+
+class TimedFiles(Files):
+    """Real files and a clock of the test's own."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.now_s = clock  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ops", [("pwritev",), ("pwritev", "allocate"), ("pwritev", "open")])
+def test_a_disk_that_is_well_again_says_so_where_all_is_hits(tmp_path: Path, ops: tuple[str, ...]) -> None:
+    """Nothing is left to be stored, and what is stored already is no write: no put ever finds out."""
+    names, clock = chain(8), Clock()
+    files = FaultFS(TimedFiles(clock))
+    tier = opened(tmp_path, files)
+    executor = SeededExecutor.inline()
+    store = TieredStore([tier], part=PART, payload_bytes=PAYLOAD_BYTES, clock=clock, make_executor=executor.factory)
+
+    store.submit_put(names, [memoryview(payload_of(name)) for name in names])
+    store.poll()
+
+    def load_all() -> None:
+        ticket = store.submit_lookup(names)
+        assert [done for done in store.poll() if isinstance(done, LookupDone)] == [LookupDone(ticket, ("nvme",) * 8)]
+        store.submit_load(ticket, names, [memoryview(bytearray(PAYLOAD_BYTES)) for _ in names])
+        assert any(isinstance(done, LoadDone) and set(done.statuses) == {OK} for done in store.poll())
+        store.release(ticket)
+
+    files.broken(*ops)
+    for number in range(4):
+        some = chain(1, seed=100 + number)
+        store.submit_put(some, [memoryview(payload_of(some[0]))])
+        store.poll()
+    assert store.stats()["nvme"]["breaker"] == "open"
+    clock.sleep(2.0)
+    load_all()
+    assert store.stats()["nvme"]["breaker"] == "open", "it is not well yet"
+    files.well()
+    clock.sleep(60.0)
+    load_all()
+    assert store.stats()["nvme"]["breaker"] == "closed"
+    assert not list(tmp_path.rglob("*.tmp"))
+    store.close()
