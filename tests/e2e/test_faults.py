@@ -5,6 +5,7 @@ Pools are small, so that a document that comes again was evicted from the device
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from pagetier.engine.build import Engine
 from pagetier.engine.messages import EngineRequest
 from pagetier.kvstore.block import BlockStatus, Part
 from pagetier.kvstore.keys import chain_names
+from pagetier.kvstore.nvme.fault_fs import BY_PATH, GROWING, FaultFS
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.redis.embedded import stop_embedded
 from pagetier.kvstore.redis.rendezvous import Rendezvous
@@ -249,6 +252,42 @@ def test_nvme_folder_removed(
         check(run(engine, rounds_of(documents, 3), at(19, lambda: shutil.rmtree(folder, ignore_errors=True))), cold)
         comes_back(engine, "nvme", documents, cold)
     assert list(folder.glob("[0-9][0-9]/*")), "the tier writes where people can find it"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FaultFS:
+    """What the NVMe tier of an engine built from now on does its work through."""
+    files = FaultFS()
+    monkeypatch.setattr("pagetier.kvstore.nvme.tier.NvmeTier", partial(NvmeTier, files=files))
+    return files
+
+
+DISK_FAULTS: dict[str, Callable[[FaultFS], None]] = {
+    "full": lambda disk: disk.broken(*GROWING, code=errno.ENOSPC),
+    "read-only": lambda disk: disk.broken(*GROWING, "unlink", "truncate", "chmod", "set_mtime", code=errno.EROFS),
+    "permission lost": lambda disk: disk.broken(*BY_PATH, code=errno.EACCES),
+    "unmounted": FaultFS.vanish,
+    "broken": FaultFS.broken,
+}
+
+
+@pytest.mark.parametrize("when", [0, 19])
+@pytest.mark.parametrize("fault", DISK_FAULTS)
+def test_a_disk_that_fails_and_is_well_again(
+    smollm2: Path,  # noqa: F811
+    documents: list[EngineRequest],
+    cold: dict[str, Answer],
+    tmp_path: Path,
+    disk: FaultFS,
+    fault: str,
+    when: int,
+) -> None:
+    """Before anything is stored, and in the midst of it."""
+    with engine_of(smollm2, ("nvme",), num_tokens=192, nvme_path=tmp_path / "nvme") as engine:
+        check(run(engine, rounds_of(documents, 3), at(when, lambda: DISK_FAULTS[fault](disk))), cold)
+        assert engine.core.stats()["tiers"]["nvme"]["errors"] > 0
+        disk.well()
+        comes_back(engine, "nvme", documents, cold)
 
 
 def window(ids: Sequence[int], number: int) -> EngineRequest:
