@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 NUM_WRITERS = 100
 TEMPORARY = ".tmp"
 QUARANTINE = "quarantine"
+REPLACED = "the folder was removed or replaced"
 _LOCK_POLL_S = 0.002
 _BLOCK_BYTES = 512  # unit of st_blocks
 
@@ -74,15 +75,15 @@ class Folder:
             close_quietly(self._files, self._lock_fd)
         self._lock_fd, self.writer = -1, None
 
-    def intact(self) -> bool:
-        """Whether our NN is still the one whose lock we hold: False once the folder was removed or replaced."""
-        if self.writer is None:
-            return False
+    def loss(self, writer: Path) -> str:
+        """Why `writer`, our NN, is no longer the one whose lock we hold; empty while it is."""
         try:
-            there, ours = self._files.stat(self.writer / "lock"), self._files.stat(self._lock_fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+            there, ours = self._files.stat(writer / "lock"), self._files.stat(self._lock_fd)
+        except FileNotFoundError:
+            return REPLACED
+        except OSError as error:
+            return str(error)
+        return "" if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino) else REPLACED
 
     def try_lock(self, folder: Path) -> int | None:
         """Take the lock of PATH or of an NN: a descriptor to close, None when another process has it."""

@@ -159,9 +159,10 @@ class NvmeTier:
         return done == (PAGE_BYTES, PAGE_BYTES)
 
     def _ensure_attached(self) -> bool:
-        """Attach if need be, anew when the folder was removed or replaced; under the write lock."""
-        if self._attached and self._folder.writer is not None and not self._folder.intact():
-            self._detach("the folder was removed or replaced")
+        """Attach if need be, anew when the folder was removed, replaced or locked up; under the write lock."""
+        writer = self._folder.writer
+        if self._attached and writer is not None and (loss := self._folder.loss(writer)):
+            self._detach(loss)
         return self._attach()
 
     def _follow(self, refresh_s: float) -> None:
@@ -284,6 +285,7 @@ class NvmeTier:
         for i, _ in todo:
             statuses[i] = BlockStatus.ERROR
         if not self._ensure_attached():
+            self._write_errors += 1
             return
         seen: set[bytes] = set()
         fresh: list[tuple[int, Pending]] = []
