@@ -271,8 +271,15 @@ DISK_FAULTS: dict[str, Callable[[FaultFS], None]] = {
 }
 
 
-@pytest.mark.parametrize("when", [0, 19])
-@pytest.mark.parametrize("fault", DISK_FAULTS)
+@pytest.mark.parametrize("when", [pytest.param(0, marks=pytest.mark.slow), 19])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "full",
+        "permission lost",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("read-only", "unmounted", "broken")),
+    ],
+)
 def test_a_disk_that_fails_and_is_well_again(
     smollm2: Path,  # noqa: F811
     documents: list[EngineRequest],
