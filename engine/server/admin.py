@@ -45,6 +45,8 @@ def _version(body: bytes) -> str:
     if unknown:
         raise ApiError(400, f"unknown field {unknown[0]!r}; known: weights_version", param=unknown[0])
     given = fields.get("weights_version")
+    if given == "":  # an unset variable of a script; it would name the weights that the server started with
+        raise ApiError(400, "weights_version is empty; leave it out for a new one", param="weights_version")
     try:
         return str(uuid.uuid4()) if given is None else checked_weights_version(given)
     except ConfigError as error:

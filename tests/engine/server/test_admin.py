@@ -56,6 +56,7 @@ def test_without_a_version_it_is_a_new_uuid_each_time(body: bytes) -> None:
         (b"{", "not JSON"),
         (b"[]", "allowed: an object"),
         (b'{"weights_version": 3}', "weights_version: got 3"),
+        (b'{"weights_version": ""}', "weights_version is empty"),
         (b'{"weights_version": "\\ud800"}', "weights_version: got"),
         (b'{"weights_version": "two\\nlines"}', "weights_version: got"),
         (b'{"weights_version": "' + b"x" * 257 + b'"}', "weights_version: got"),
