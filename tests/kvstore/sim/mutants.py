@@ -93,7 +93,7 @@ class ForgetToEvict(Assembly):
     name = "forget to evict before write"
 
     class folder(Folder):  # noqa: N801
-        def physical_bytes(self) -> int:
+        def working_bytes(self) -> int:
             return 0
 
     def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
