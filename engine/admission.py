@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.messages import EngineRequest
+from pagetier.engine.request import Request
 
 
 def refusal(spec: EngineRequest, config: EngineConfig) -> str:
@@ -20,3 +21,8 @@ def refusal(spec: EngineRequest, config: EngineConfig) -> str:
     if num_prompt > room:
         return f"the prompt has {num_prompt} tokens, but the KV cache holds {room}; raise --kv-cache-memory"
     return ""
+
+
+def has_outgrown(request: Request, config: EngineConfig) -> bool:
+    """Whether even alone it could not run any more: it was preempted with the last token that it had room for."""
+    return request.num_tokens > config.num_blocks * config.block_size

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from pagetier.engine.batch import I32
-from pagetier.engine.messages import EngineRequest
+from pagetier.engine.batch import I32, TokenLogprobs
+from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.prefix_index import Node
 from pagetier.kvstore.block import KEY_BYTES, TOKEN_BYTES, BlockName
 from pagetier.kvstore.keys import Hash, block_key, chain_names, pack_tokens
@@ -133,6 +133,17 @@ class Request:
             self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer), np.int32)])
         self._buffer[self.num_known_tokens] = token_id
         self.num_known_tokens += 1
+
+    def output(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        stop_token_id: int | None = None,
+    ) -> TokenOutput:
+        """What a step gave it, and whether and how it has ended."""
+        return TokenOutput(
+            self.spec.request_id, token_ids, logprobs, self.finish_reason, stop_token_id, self.cached_tokens
+        )
 
     def rename(self, root: bytes, block_size: int, hash_: Hash) -> None:
         """Name the prompt's blocks below another root; those of the output are named anew as they are committed."""

@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from pagetier.engine.admission import refusal
+from pagetier.engine.admission import has_outgrown, refusal
 from pagetier.engine.batch import StepResult, TokenLogprobs
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
@@ -92,7 +92,7 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, "abort")
-                self._ended.append(self._output(request, (), ()))
+                self._ended.append(request.output((), ()))
 
     def take_ended(self) -> list[TokenOutput]:
         """Outputs of requests that ended outside a step: aborted, refused, out of room."""
@@ -247,6 +247,8 @@ class Scheduler:
         request = next(self.waiting.candidates(), None)
         if request is None or not self.running or not self.waiting.outranks(request, self.running[-1]):
             return False
+        if has_outgrown(request, self.config):
+            return False
         if request.num_placeholders or (request.ticket is not None and request.lookup_tiers is None):
             return False  # it could not be admitted yet, and others would take what it was given
         num_missing = -(-request.num_tokens // self.config.block_size) - len(self._match(request).nodes)
@@ -268,7 +270,7 @@ class Scheduler:
             room,
         )
         self._finish(request, "length")
-        self._ended.append(self._output(request, (), ()))
+        self._ended.append(request.output((), ()))
 
     @property
     def _may_swap(self) -> bool:
@@ -342,6 +344,9 @@ class Scheduler:
                 return
             if request.num_placeholders:
                 continue  # preempted with a token still on its way
+            if has_outgrown(request, self.config):
+                self._end_for_lack_of_room(request)
+                continue
             if request.ticket is not None and request.lookup_tiers is None:
                 continue  # the lower tiers have not answered yet
             if not self.config.enable_chunked_prefill and request.num_tokens > budget:
@@ -529,21 +534,10 @@ class Scheduler:
         stops = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.spec.eos_token_ids)
         if stops and request.num_output_tokens >= params.min_tokens:
             request.finish_reason = "stop"
-            return self._output(request, (token_id,), (logprobs,), stop_token_id=token_id)
+            return request.output((token_id,), (logprobs,), stop_token_id=token_id)
         if request.num_known_tokens >= request.max_tokens:
             request.finish_reason = "length"
-        return self._output(request, (token_id,), (logprobs,))
-
-    def _output(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs | None, ...],
-        stop_token_id: int | None = None,
-    ) -> TokenOutput:
-        return TokenOutput(
-            request.spec.request_id, token_ids, logprobs, request.finish_reason, stop_token_id, request.cached_tokens
-        )
+        return request.output((token_id,), (logprobs,))
 
     def _index_blocks(self, request: Request) -> list[Node]:
         """Key and index the request's newly full blocks; their nodes.
