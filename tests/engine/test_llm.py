@@ -137,8 +137,8 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(checkpoint: Path, dep
         num_cut = 0
         for _ in range(NUM_INTERRUPTS):
             timer = threading.Timer(rng.random() * took_s, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
+                timer.start()  # it may come before this returns
                 llm.generate(PROMPTS * 2, params)
                 num_cut -= 1
                 time.sleep(10 + took_s)  # it came too late to cut the call; let it come here
