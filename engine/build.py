@@ -37,7 +37,7 @@ from pagetier.engine.models.llama import Llama
 from pagetier.engine.pull import resolve_model
 from pagetier.engine.runner.model_runner import Model, ModelRunner
 from pagetier.engine.tokenizer import Tokenizer, load_tokenizer
-from pagetier.engine.weights.loader import Checkpoint, load_checkpoint
+from pagetier.engine.weights.loader import Checkpoint, load_checkpoint, load_config
 from pagetier.kernels.cpu.build import BuildError, library_path
 from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.block import Part
@@ -141,7 +141,11 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
     if config.dtype not in DTYPES:
         raise ConfigError.bad_value("--dtype", config.dtype, ", ".join(DTYPES))
     path = resolve_model(config.model, progress=progress)
-    tokenizer = load_tokenizer(path)
+    try:
+        tokenizer = load_tokenizer(path)
+    except ConfigError:
+        load_config(path)  # of two faults the one that no tokenizer mends is told
+        raise
     with ExitStack() as undo:  # a caller that tries again must not find threads and folders still taken
         return _assembled(config, path, device, tokenizer, undo)
 

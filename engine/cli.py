@@ -24,7 +24,7 @@ from pagetier.engine.diff_identity import diff_identity
 from pagetier.engine.requirements import require_engine
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.serve_flags import CPU_KERNELS_HELP, THREADS_HELP, ServeFlags, engine_fields
-from pagetier.kvstore.config import StoreConfig, default_redis_url
+from pagetier.kvstore.config import StoreConfig, default_redis_url, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
 
@@ -158,7 +158,7 @@ def generate(flags: GenerateFlags) -> None:
     """
     require_engine("generate")
     params = flags.params()
-    tiers = tuple(tier for tier in (part.strip() for part in flags.kv_tier.split(",")) if tier)
+    tiers = parse_tiers(flags.kv_tier)
     redis_url = default_redis_url()
     StoreConfig(tiers=tiers, redis_url=redis_url)  # refuses an unknown tier before the model is loaded
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from pagetier.kvstore.errors import ConfigError
 
+MAX_LOGPROBS = 20  # as OpenAI
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -46,7 +48,7 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or 1 << 31), "0 to max_tokens"),
             ("n", 1 <= self.n <= 128, "1 to 128"),
             ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             ("stop", len(self.stop) <= 16 and all(map(_is_text, self.stop)), "at most 16 non-empty texts"),
         ):
             if not ok:

@@ -23,7 +23,7 @@ from pagetier.engine.config import (
 )
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
-from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size
+from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
 from pagetier.kvstore.mac import load_mac_key
@@ -243,7 +243,7 @@ def refuse_empty_secrets(flags: ServeFlags) -> None:
 def store_fields(flags: ServeFlags) -> dict[str, Any]:
     """The fields of `StoreConfig`, JSON-able and checked. Raises ConfigError."""
     fields: dict[str, Any] = {
-        "tiers": [tier for tier in (part.strip() for part in flags.kv_tier.split(",")) if tier],
+        "tiers": list(parse_tiers(flags.kv_tier)),
         "host_size": parse_size(flags.kv_host_size, "--kv-host-size"),
         "nvme_path": None if flags.kv_nvme_path is None else str(flags.kv_nvme_path.expanduser().absolute()),
         "nvme_size": parse_size(flags.kv_nvme_size, "--kv-nvme-size"),

@@ -25,6 +25,7 @@ URL_SCHEMES = (
     *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )
 EMBEDDED = "embedded"
+_LOGIN_OPTION = re.compile(r"([?&][^=&]*(?:user|pass)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def parse_size(text: str | int, flag: str = "size") -> int:
@@ -51,8 +52,17 @@ def default_redis_url(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def without_login(url: str) -> str:
-    """A URL fit for a message: without user and password."""
-    return re.sub(r"//[^/]*@", "//…@", url)
+    """A URL fit for a message: without user and password, wherever the URL carries them."""
+    before_path = r"//[^/?]*@" if url.startswith("unix:") else r"//[^?]*@"  # a password may have an unescaped slash
+    return _LOGIN_OPTION.sub(r"\1…", re.sub(before_path, "//…@", url))
+
+
+def parse_tiers(text: str, flag: str = "--kv-tier") -> tuple[str, ...]:
+    """The names in "nvme,redis"; none for an empty text. Raises ConfigError for a comma with nothing beside it."""
+    names = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if not all(names):
+        raise ConfigError.bad_value(flag, text, f"names separated by commas, of {', '.join(TIERS)}")
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pagetier.engine.sampling_params import SamplingParams
+from pagetier.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pagetier.engine.server.errors import ApiError, invalid, unsupported
 from pagetier.kvstore.errors import ConfigError
 
@@ -195,6 +195,7 @@ class CompletionRequest(SharedFields):
             raise ApiError(400, "prompt: got an empty one; allowed: at least one token each", param="prompt")
         if self.echo and self.logprobs is not None:
             raise unsupported("echo", "'echo' with 'logprobs' is not supported by this server; ask for one of them")
+        self.params()  # each value within its own bounds, before anything is said of how many there are
         return self
 
     def params(self) -> SamplingParams:
@@ -259,6 +260,9 @@ class ChatCompletionRequest(SharedFields):
         self.refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise invalid("top_logprobs", f"got {self.top_logprobs}; allowed: 0 to {MAX_LOGPROBS}")
+        self.params()  # each value within its own bounds, before anything is said of how many there are
         return self
 
     def params(self) -> SamplingParams:

@@ -88,8 +88,10 @@ async def serve(
             loading = asyncio.create_task(asyncio.to_thread(tokenizer))
             try:
                 await end.unless_asked(client.start())
-            finally:
-                text = await loading  # a thread cannot be cancelled; it is short
+            except BaseException:
+                await asyncio.gather(loading, return_exceptions=True)  # the engine's reason is the one to tell
+                raise
+            text = await loading  # a thread cannot be cancelled; it is short
             if end.asked:
                 return
             preparer = Preparer(text, lambda: client.ready, options.seed)

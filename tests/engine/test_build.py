@@ -104,6 +104,12 @@ def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any]
         answer(checkpoint, **options)
 
 
+def test_what_no_tokenizer_mends_is_told_before_a_missing_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="architecture MambaForCausalLM is not supported"):
+        answer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("fields", "options"),
     [

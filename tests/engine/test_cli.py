@@ -151,6 +151,7 @@ def test_flags_of_features_that_do_not_exist_are_refused_by_name(name: str) -> N
     [
         (("serve", "--dtype", "int3"), "--dtype: got 'int3'; allowed: auto, float32"),
         (("serve", "--kv-tier", "nvm"), "unknown tier in --kv-tier 'nvm' (did you mean 'nvme'?)"),
+        (("serve", "--kv-tier", ","), "--kv-tier: got ','; allowed: names separated by commas, of host, nvme, redis"),
         (("serve", "--kv-nvme-size", "3x"), "--kv-nvme-size: got '3x'; allowed: a number of bytes"),
         (("serve", "--kv-hash", "md5"), "unknown --kv-hash 'md5'"),
         (("serve", "--engine-process", "maybe"), "--engine-process: got 'maybe'; allowed: auto, on, off"),

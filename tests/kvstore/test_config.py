@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetier.kvstore.config import GIB, KIB, MIB, StoreConfig, default_redis_url, format_size, parse_size
+from pagetier.kvstore.config import (
+    GIB,
+    KIB,
+    MIB,
+    StoreConfig,
+    default_redis_url,
+    format_size,
+    parse_size,
+    parse_tiers,
+    without_login,
+)
 from pagetier.kvstore.errors import ConfigError
 
 
@@ -75,6 +85,29 @@ def test_a_host_size_adds_the_host_tier_in_front() -> None:
     assert StoreConfig(tiers=("nvme", "redis")).tier_names == ("nvme", "redis")
     assert StoreConfig(tiers=("nvme",), host_size=GIB).tier_names == ("host", "nvme")
     assert StoreConfig(tiers=("nvme", "host"), host_size=GIB).tier_names == ("nvme", "host")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:secret@h:1/0", "redis://…@h:1/0"),
+        ("redis://:se/cret@h", "redis://…@h"),
+        ("redis://h/0?password=secret&protocol=3", "redis://h/0?password=…&protocol=3"),
+        ("redis+sentinel://h/s?sentinel_password=secret&sentinel_username=me", "…&sentinel_username=…"),
+        ("unix:///run/a@b.sock?db=1&PASSWORD=secret", "unix:///run/a@b.sock?db=1&PASSWORD=…"),
+        ("redis://h:1", "redis://h:1"),
+    ],
+)
+def test_no_login_is_shown(url: str, shown: str) -> None:
+    assert without_login(url).endswith(shown) and "secret" not in without_login(url)
+
+
+def test_tiers_are_names_between_commas() -> None:
+    assert parse_tiers("") == parse_tiers("  ") == ()
+    assert parse_tiers("nvme, redis") == ("nvme", "redis")
+    for text in (",", "nvme,", ",redis", "nvme,,redis"):
+        with pytest.raises(ConfigError, match=f"--kv-tier: got {text!r}; allowed: names separated by commas"):
+            parse_tiers(text)
 
 
 def test_the_redis_url_comes_from_the_environment_or_is_embedded() -> None:

@@ -95,6 +95,19 @@ def test_what_the_engine_could_not_take_is_refused_before(stack: Stack, fields: 
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("n", [0, -1, 129, 10_000])
+def test_every_wrong_number_of_choices_is_told_the_same_bounds(stack: Stack, n: int) -> None:
+    error = error_of(stack.http.post("/v1/completions", json={"prompt": "a", "n": n}))
+    assert (error["message"], error["param"]) == (f"n: got {n}; allowed: 1 to 128", "n")
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_top_logprobs_is_blamed_by_its_own_name(stack: Stack, count: int) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": count}
+    error = error_of(stack.http.post("/v1/chat/completions", json=body))
+    assert (error["message"], error["param"]) == (f"top_logprobs: got {count}; allowed: 0 to 20", "top_logprobs")
+
+
 STRANGE: tuple[Any, ...] = (
     *(None, True, 0, -1, 1 << 70, -(1 << 70), 1e400, float("nan"), 1e-320),
     *("", "\ud800", "x" * 70_000, [], [[]], {}),
