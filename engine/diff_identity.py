@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from pagetier.engine.requirements import require_engine
 from pagetier.kvstore import places
-from pagetier.kvstore.cli import JsonOption
+from pagetier.kvstore.cli.options import ApiKeyOption, JsonOption
 from pagetier.kvstore.config import MIB, StoreConfig
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import Difference, diff
@@ -44,9 +44,7 @@ def diff_identity(
         str | None, typer.Option("--in", help="Where domains are looked up; default: the other place, else NVMe's.")
     ] = None,
     as_json: JsonOption = False,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="PAGETIER_API_KEY", help="Of the servers that are asked.")
-    ] = None,
+    api_key: ApiKeyOption = None,
     dtype: Annotated[str, typer.Option("--dtype", help="For models: as for serve.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="For models: as for serve.")] = 16,
     cpu_kernels: Annotated[str, typer.Option("--cpu-kernels", help="For models: as for serve.")] = "auto",

@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import redis
@@ -84,7 +83,7 @@ def _of_redis(url: str) -> dict[bytes, bytes]:
     """A single server is given time to answer; who has several is asked as the tier does it."""
     if "+" in url.partition("://")[0]:
         return _of_redis_servers(url)
-    address = f"unix://{quote(str(Rendezvous(places.redis_dir()).socket_path))}" if url == EMBEDDED else url
+    address = Rendezvous(places.redis_dir()).url if url == EMBEDDED else url
     options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         client = redis.Redis.from_url(address, **options)

@@ -198,7 +198,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"ready": True})
 
     @app.get("/stats")
-    async def stats() -> Response:
+    async def stats(request: Request) -> Response:
+        check_key(request, service.api_key)
         counters = await _engine_stats(service)
         return JSONResponse(
             {
@@ -225,7 +226,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"domain": domain_of(encoded).hex(), "identity": fields, "encoded": encoded.hex()})
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        check_key(request, service.api_key)
         try:
             counters = await service.client.stats(STATS_TIMEOUT_S)
         except (EngineDeadError, TimeoutError):

@@ -15,6 +15,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 STOPPED = "stopped"
 MAX_LOG_BYTES = 1 << 20
@@ -29,6 +30,11 @@ class Rendezvous:
     @property
     def socket_path(self) -> Path:
         return self.directory / "valkey.sock"
+
+    @property
+    def url(self) -> str:
+        """Of the server, whether or not it runs."""
+        return f"unix://{quote(str(self.socket_path))}"
 
     @property
     def users_lock(self) -> Path:

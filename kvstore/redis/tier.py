@@ -18,6 +18,7 @@ from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.record import REDIS_IDENTITIES
 from pagetier.kvstore.redis.account import Account
+from pagetier.kvstore.redis.audit import RedisAudit
 from pagetier.kvstore.redis.names import RecordNames, parse_identities
 from pagetier.kvstore.redis.namespaces import Namespaces
 from pagetier.kvstore.redis.node import FAULTS, READING, WRITING, Answer, Node, NodeSettings, Redirect, parse_redirect
@@ -193,6 +194,10 @@ class RedisTier:
     def namespaces(self) -> Namespaces:
         """What lies beside this tier's blocks, over the same connections."""
         return Namespaces(self._topology, self._clock)
+
+    def audit(self) -> RedisAudit:
+        """For reading every record of the servers, whosever it is."""
+        return RedisAudit(self._topology, self._clock)
 
     def counters(self) -> TierCounters:
         """`blocks`, `nbytes`, `capacity_bytes` and `evictions` are the servers', whoever caused them, as of their last

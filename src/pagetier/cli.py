@@ -23,7 +23,7 @@ app = typer.Typer(
     "Start here: pagetier serve --model smollm2 --kv-tier nvme,redis",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Typer's base of all usage errors; it has moved between modules, its name has not.

@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
-from pagetier.kvstore.cli import fetch_stats, render
+from pagetier.kvstore.cli.live import LiveServer
+from pagetier.kvstore.cli.stats import Look, render, watch_lines
 from pagetier.kvstore.errors import PagetierError
 
 TIER = {
@@ -46,8 +47,10 @@ STATS: dict[str, Any] = {
 
 class _Answers(BaseHTTPRequestHandler):
     status, body = 200, b""
+    asked: ClassVar[list[tuple[str, str | None]]] = []  # path and authorization
 
     def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
         self.send_response(self.status)
         self.end_headers()
         self.wfile.write(self.body)
@@ -60,6 +63,7 @@ class _Answers(BaseHTTPRequestHandler):
 def server() -> Iterator[tuple[str, type[_Answers]]]:
     class Answers(_Answers):
         body = json.dumps(STATS).encode()
+        asked: ClassVar[list[tuple[str, str | None]]] = []
 
     with HTTPServer(("127.0.0.1", 0), Answers) as http:
         thread = threading.Thread(target=http.serve_forever)
@@ -74,6 +78,10 @@ def shown(answer: dict[str, Any]) -> str:
     with console.capture() as capture:
         console.print(render(answer))
     return capture.get()
+
+
+def fetch_stats(url: str) -> dict[str, Any]:
+    return LiveServer(url).get("/stats")
 
 
 def pagetier(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -113,15 +121,15 @@ def test_a_store_of_several_domains_shows_each() -> None:
 def test_errors_say_what_to_do(server: tuple[str, Any]) -> None:
     url, answers = server
     answers.status, answers.body = 503, b'{"error": {"message": "the engine died: x"}}'
-    with pytest.raises(PagetierError, match="answered 503: the engine died: x"):
+    with pytest.raises(PagetierError, match="answered 503 to /stats: the engine died: x"):
         fetch_stats(url)
     answers.body = b"<html>"
-    with pytest.raises(PagetierError, match="answered 503: Service Unavailable"):
+    with pytest.raises(PagetierError, match="answered 503 to /stats: Service Unavailable"):
         fetch_stats(url)
     answers.status = 200
     for body in (b"<html>", b"[]"):
         answers.body = body
-        with pytest.raises(PagetierError, match="give.*--url"):
+        with pytest.raises(PagetierError, match="give its address with --url"):
             fetch_stats(url)
     with pytest.raises(PagetierError, match="start one with 'pagetier serve'"):
         fetch_stats("http://127.0.0.1:9")
@@ -148,3 +156,67 @@ def test_watch_in_json_is_one_object_a_line(server: tuple[str, Any]) -> None:
         process.stdout.close()
         process.wait(10)
         assert process.stderr.read() == "", "a reader that leaves is no reason to complain"
+
+
+def test_an_openai_base_url_is_understood_and_the_key_is_sent(server: tuple[str, Any]) -> None:
+    url, answers = server
+    assert LiveServer(f"{url}/v1/", "secret").get("/stats") == STATS
+    assert answers.asked == [("/stats", "Bearer secret")]
+
+
+def test_no_secret_of_an_address_is_shown() -> None:
+    with pytest.raises(PagetierError) as told:
+        LiveServer("http://me:secret@127.0.0.1:9").get("/stats")
+    assert "secret" not in str(told.value) and "//…@127.0.0.1:9" in str(told.value)
+
+
+LATER: dict[str, Any] = STATS | {
+    "uptime_s": 3725.4,
+    "lookup": {"lookup_tokens": 1200, "hit_tokens": 550, "hit_rate": 550 / 1200},
+    "tiers": STATS["tiers"] | {"nvme": STATS["tiers"]["nvme"] | {"hit_tokens": 290}},
+}
+
+
+def look(answer: dict[str, Any] | None, before: dict[str, Any] | None, error: PagetierError | None = None) -> Look:
+    return Look(answer, error, before, time_s=0.0, passed_s=2.0)
+
+
+def test_watch_tells_what_happened_since_the_last_look() -> None:
+    (line,) = watch_lines(look(LATER, STATS))
+    assert line.split("  ")[1:-1] == [
+        "abababababab",
+        "lookup 100 tok/s",
+        "hit 75.0%",
+        "device 0.0%",
+        "nvme 25.0%",
+        "redis 0.0%",
+    ]
+    assert line.endswith("redis breaker half-open, 3 errors, 1 corrupt")
+    (idle,) = watch_lines(look(STATS, STATS))
+    assert "lookup 0 tok/s  hit -  device -" in idle
+
+
+def test_watch_begins_anew_with_a_server_that_did() -> None:
+    restarted = LATER | {"uptime_s": 12.0}
+    (line,) = watch_lines(look(restarted, STATS))
+    assert "lookup 100 tok/s  hit 45.8%" in line, "1,200 tokens in 12 s"
+    (line,) = watch_lines(look(None, STATS, PagetierError("no Pagetier server answers")))
+    assert line.endswith("no Pagetier server answers")
+
+
+def test_watch_into_a_pipe_is_lines(server: tuple[str, Any]) -> None:
+    command = [sys.executable, "-m", "pagetier.cli", "stats", "--watch", "--interval", "0.1", "--url", server[0]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.stdout.close()
+        process.wait(10)
+        assert process.stderr.read() == ""
+    assert all("lookup " in line and "\x1b" not in line for line in lines)
+
+
+def test_shells_complete_commands_and_flags() -> None:
+    asked = {"_PAGETIER_COMPLETE": "complete_bash", "COMP_WORDS": "pagetier st", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv = ['pagetier']; from pagetier.cli import main; main()"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked)
+    assert "stats" in ran.stdout.split(), ran.stderr
