@@ -29,6 +29,11 @@ class AssemblingTier:
         self._sources = sources_of(part, divisions)
 
     @property
+    def inner(self) -> Tier:
+        """The tier below."""
+        return self._tier
+
+    @property
     def name(self) -> str:
         return self._tier.name
 

@@ -108,6 +108,7 @@ class StoreConfig:
     load_budget_s: for one request's lookup and loads, beyond the time its bytes take at `limits.floor_bytes_per_s`; 1 s
         is less than the prefill that a useful hit saves.
     poison: overwrite host slots that are free; set by --paranoid.
+    pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
     """
 
     tiers: tuple[str, ...] = ()
@@ -125,6 +126,7 @@ class StoreConfig:
     mac_key_file: Path | None = None
     load_budget_s: float = 1.0
     poison: bool = False
+    pins_path: Path | None = None
     limits: StoreLimits = StoreLimits()
 
     @property

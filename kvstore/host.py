@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from pagetier.kvstore.arena import SLAB_BYTES, Arena, Slot
 from pagetier.kvstore.block import Address, BlockName, BlockStatus
 from pagetier.kvstore.errors import CapacityError
 from pagetier.kvstore.residents import Lease, Residents
-from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, ListedRecord, TierCounters
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class _Entry:
     name: BlockName
     slot: Slot
     checksum: int
+    domain: bytes | None
     num_readers: int = 0
     is_doomed: bool = False  # out of the index; its slot is freed by the last reader
 
@@ -108,6 +109,21 @@ class HostTier:
     def unpin(self, lease: Lease) -> None:
         with self._lock:
             self._residents.unpin(lease)
+
+    def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
+        with self._lock:
+            found = [self._entries.get(address) for address in addresses]
+            return [None if entry is None else Description(entry.slot.nbytes, entry.name) for entry in found]
+
+    def records(self, deadline_s: float) -> Iterator[ListedRecord]:
+        with self._lock:
+            entries = list(self._entries.items())
+        for address, entry in entries:
+            yield ListedRecord(entry.name, address.part, entry.slot.nbytes, entry.domain)
+
+    def report_removed(self, callback: Callable[[Sequence[bytes]], None]) -> None:
+        with self._lock:
+            self._residents.on_gone = callback
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         with self._lock:
@@ -192,7 +208,7 @@ class HostTier:
         view.release()
         with self._lock:
             self._writing.discard(address)
-            self._entries[address] = _Entry(write.name, slot, checksum)
+            self._entries[address] = _Entry(write.name, slot, checksum, write.domain)
             self._residents.add(address, parent, slot.nbytes)
             self._bytes_written += slot.nbytes
         return BlockStatus.OK

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +18,7 @@ import xxhash
 from pagetier.kvstore.block import Address, BlockName, BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.residents import Lease, Residents
-from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, ListedRecord, TierCounters
 
 POISON = 0xEE  # fills destinations of failed reads, so that a use of undefined bytes is seen
 
@@ -73,6 +73,7 @@ class _Record:
     name: BlockName
     payload: bytearray
     checksum: int
+    domain: bytes | None = None
 
 
 class MemoryTier:
@@ -177,6 +178,25 @@ class MemoryTier:
                 del self._records[address]
             return len(victims)
 
+    def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
+        if self.faults.down:
+            raise TierUnavailable(self._name, "describe", "down")
+        with self._lock:
+            found = [self._records.get(address) for address in addresses]
+            return [None if record is None else Description(len(record.payload), record.name) for record in found]
+
+    def records(self, deadline_s: float) -> Iterator[ListedRecord]:
+        if self.faults.down:
+            raise TierUnavailable(self._name, "list", "down")
+        with self._lock:
+            records = list(self._records.items())
+        for address, record in records:
+            yield ListedRecord(record.name, address.part, len(record.payload), record.domain)
+
+    def report_removed(self, callback: Callable[[Sequence[bytes]], None]) -> None:
+        with self._lock:
+            self._residents.on_gone = callback
+
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         with self._lock:
             self._identities[domain] = encoded
@@ -273,7 +293,7 @@ class MemoryTier:
         payload, parent = bytearray(write.source), Address(write.name.parent, write.part)
         if not self._make_room(len(payload), parent, is_head=write.name.parent == write.name.root):
             return BlockStatus.DROPPED
-        self._records[address] = _Record(write.name, payload, xxhash.xxh3_128_intdigest(payload))
+        self._records[address] = _Record(write.name, payload, xxhash.xxh3_128_intdigest(payload), write.domain)
         self._residents.add(address, parent, len(payload))
         self._bytes_written += len(payload)
         return BlockStatus.OK

@@ -39,6 +39,11 @@ def redis_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return _sub_folder("redis", environ)
 
 
+def pins_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """`<cache>/pins/pins.msgpack`, its folder made when missing: what people pinned."""
+    return _sub_folder("pins", environ) / "pins.msgpack"
+
+
 def kernels_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """`<cache>/kernels`, made when missing: compiled kernels."""
     return _sub_folder("kernels", environ)

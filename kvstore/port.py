@@ -17,6 +17,7 @@ from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import TierUnavailable
+from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.executor import ExecutorFactory
 from pagetier.kvstore.tier import BlockRead, BlockWrite, PinningTier, QuarantiningTier, Tier, TierCounters, TryingTier
 
@@ -52,6 +53,7 @@ class TierPort:
             self.read_executor if self.at_once else make_executor(f"kv-{self.name}-find", NUM_LOOKUP_THREADS)
         )
         self._lock = threading.Lock()
+        self.events: EventLog | None = None  # told what was stored
         self._num_touches = 0  # guarded by self._lock, as the one below
         self._touch_era = 0  # moves on when a touch was slow: those that waited behind it are dropped
 
@@ -93,7 +95,11 @@ class TierPort:
         """The tier's statuses; DROPPED for all while the breaker is open."""
         nbytes = sum(len(write.source) for write in writes)
         put = functools.partial(self.tier.put, writes)
-        return self._guarded(self.writes, BlockStatus.DROPPED, put, len(writes), nbytes, deadline_s)
+        statuses = self._guarded(self.writes, BlockStatus.DROPPED, put, len(writes), nbytes, deadline_s)
+        if self.events is not None:
+            done = [w for w, status in zip(writes, statuses, strict=True) if status is BlockStatus.OK]
+            self.events.stored(self.name, [w.name for w in done], done[0].domain if done else None)
+        return statuses
 
     def probe_writes(self, read: BlockRead, deadline_s: float) -> None:
         """Find out whether writes work again, when that is due, after a block was read: where all is hits no put comes,

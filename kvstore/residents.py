@@ -6,7 +6,7 @@ Not thread-safe: the owner's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pagetier.kvstore.block import Address
@@ -36,6 +36,7 @@ class Residents:
         self._births: dict[Address, int] = {}  # tells a record from an earlier one at its address
         self._lru: ChainLRU[Address] = ChainLRU()
         self._nbytes = self._pinned_bytes = self._num_evicted = self._num_added = 0
+        self.on_gone: Callable[[Sequence[bytes]], None] | None = None  # told the keys of what was removed or evicted
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -80,6 +81,7 @@ class Residents:
             self._pinned_bytes -= self._sizes[address]
         self._lru.remove(address)
         self._forget(address)
+        self._report([address])
         return True
 
     def _forget(self, address: Address) -> None:
@@ -96,7 +98,12 @@ class Residents:
         for address in victims:
             self._forget(address)
         self._num_evicted += len(victims)
+        self._report(victims)
         return victims
+
+    def _report(self, gone: Sequence[Address]) -> None:
+        if self.on_gone is not None and gone:
+            self.on_gone([address.key for address in gone])
 
     def evict_for(self, parent: Address, *, is_head: bool) -> Address | None:
         """Take out the coldest for a child of `parent`, None when nobody leaves for it.

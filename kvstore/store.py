@@ -20,8 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from pagetier.kvstore import places
+from pagetier.kvstore.admin import StoreAdmin
 from pagetier.kvstore.assembling import AssemblingTier
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.book import Use
 from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
 from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
@@ -32,9 +34,11 @@ from pagetier.kvstore.loads import Load, LoadRequest
 from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
 from pagetier.kvstore.parts import Division, PartLayout
+from pagetier.kvstore.pins import PinFile
 from pagetier.kvstore.port import TierPort, tier_stats
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier, TierCounters
+from pagetier.kvstore.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class TieredStore:
     load_budget_s: for one ticket's lookup and loads together. clock: seconds; must be the tiers' own. make_executor:
     `SeededExecutor(seed).factory` makes a run replay exactly, if the clock is a fake one too. resources: closed with
     the store, after its tiers. domain: of what is put and looked up from now on; None: the tiers' own. left_out: names
-    of tiers that should be there and could not be built.
+    of tiers that should be there and could not be built. watch: one for all, where several stores share tiers.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class TieredStore:
         make_executor: ExecutorFactory = ThreadPool,
         resources: ExitStack | None = None,
         left_out: Sequence[str] = (),
+        watch: Watch | None = None,
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) != len(names):
@@ -78,6 +83,12 @@ class TieredStore:
         self._resources, self._left_out = resources or ExitStack(), tuple(left_out)
         self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
         self._queues = [PutQueue(port, part, self._limits, clock) for port in self._ports]
+        watch = watch or Watch.of(tiers)
+        self.book, self.events = watch.book, watch.events
+        for port in self._ports:
+            port.events = self.events
+        self._num_purges = 0
+        self.admin = StoreAdmin(self._ports, part, payload_bytes, lambda: self._domain, watch, self._count_purge)
         executors = (e for p in self._ports for e in (p.lookup_executor, p.read_executor, p.write_executor))
         self._executors = list(dict.fromkeys(executors))
         self._done: deque[Completion] = deque()  # appended to by any thread
@@ -147,6 +158,7 @@ class TieredStore:
             self.put_identity(*self._identity)
         domain = domain or self._domain
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
+        self.book.note(Use.PUT, tuple(blocks), domain)
         job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
         for port, queue in zip(self._ports, self._queues, strict=True):
             new: list[QueuedPut] = []
@@ -170,6 +182,7 @@ class TieredStore:
         """A request used this chain, given head first: renew it in every tier, soon and best effort."""
         self._check_open()
         names = tuple(blocks)
+        self.book.note(Use.HIT, names, self._domain)
         for port in self._ports:
             port.submit_touch(names, self._part)
 
@@ -221,8 +234,9 @@ class TieredStore:
 
     @property
     def num_returns(self) -> int:
-        """Times a tier came back. What was put before may be missing there: it was dropped meanwhile, or lost."""
-        return sum(port.num_returns for port in self._ports)
+        """Times a tier came back or was purged. What was put before may be missing there: it was dropped meanwhile, or
+        lost."""
+        return self._num_purges + sum(port.num_returns for port in self._ports)
 
     @property
     def is_degraded(self) -> bool:
@@ -285,6 +299,7 @@ class TieredStore:
         if self._is_closed:
             return
         self._is_closed = True
+        self.admin.close()
         for queue in self._queues:
             queue.close()
         for lookup in self._asking.values():
@@ -324,6 +339,10 @@ class TieredStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the KV store is closed")
+
+    def _count_purge(self) -> None:
+        """On any thread; a count lost to a race would be no more than a purge counted once for two."""
+        self._num_purges += 1
 
     def _take_number(self) -> int:
         self._next += 1
@@ -368,6 +387,9 @@ class TieredStore:
             load, lookup = self._loads[completion.job]
             free_s = self._floor_s(len(completion.statuses))
             lookup.charge(load.begun_s, load.ended_s, free_s)
+            served = zip(load.request.names, completion.statuses, strict=True)
+            hits = tuple(name for name, status in served if status is BlockStatus.OK)
+            self.book.note(Use.HIT, hits, load.request.domain)
             if completion.quiesced:
                 self._end_load(completion.job)
         elif isinstance(completion, LoadQuiesced):
@@ -434,6 +456,7 @@ def open_store(
         )
         tidy.pop_all()
     store.put_identity(domain, encoded)
+    store.admin.keep_pins(PinFile(config.pins_path or places.pins_path()))
     return store
 
 

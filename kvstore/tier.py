@@ -7,7 +7,7 @@ medium or a deadline: those are statuses. Deadlines are absolute `time.monotonic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -68,6 +68,31 @@ class TierCounters:
     is_down: bool = False
     quarantined: int = 0
     scrubbed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A record as its tier knows it. nbytes: of the payload. name: None where it would take reading the record.
+    stored_s: since 1970, when it or something a little older was stored; None when the tier does not know.
+    """
+
+    nbytes: int
+    name: BlockName | None = None
+    stored_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRecord:
+    """A record that a tier holds. domain: None when the tier does not know it."""
+
+    name: BlockName
+    part: Part
+    nbytes: int
+    domain: bytes | None = None
+
+    @property
+    def address(self) -> Address:
+        return Address(self.name.key, self.part)
 
 
 class Tier(Protocol):
@@ -159,3 +184,36 @@ class QuarantiningTier(Protocol):
 
     def quarantine(self, addresses: Sequence[Address], reason: str) -> None:
         """Like `delete`; each record that was there counts as corrupt. Best effort, never raises."""
+
+
+@runtime_checkable
+class DescribingTier(Protocol):
+    """What a tier adds that can say more of a record than whether it is there. For people's questions, not for the
+    engine's way; any thread.
+    """
+
+    def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
+        """What is known of each record of the tier's own domain; None for one that is not there.
+
+        Reads no payload. Raises TierUnavailable when the medium does not answer in time.
+        """
+
+
+@runtime_checkable
+class ListingTier(Protocol):
+    """What a tier adds that can go through all of its records (memory, host, nvme). Any thread."""
+
+    def records(self, deadline_s: float) -> Iterator[ListedRecord]:
+        """Every record of whatever domain, in no order, as far as the deadline allows; reads headers where it must.
+
+        What comes or goes meanwhile may be left out. Raises TierUnavailable when the medium fails or time is up.
+        """
+
+
+@runtime_checkable
+class ReportingTier(Protocol):
+    """What a tier adds that knows when records leave it (memory, host, nvme; Redis evicts in silence)."""
+
+    def report_removed(self, callback: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `callback` with keys of records that are gone, soon after they went, on whatever thread noticed: it must
+        not block, raise or call the tier. One callback at a time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from pagetier.kvstore.nvme.segment import LIVE, Entries, record_bytes
 from pagetier.kvstore.record import PAGE_BYTES
 
+MAX_GONE = 65_536  # kept for `take_gone`
 _FREE = 0  # segment id of a slot without a record
 
 
@@ -58,6 +60,7 @@ class RecordIndex:
         self._free = array("I")
         self._tick = 1
         self._nbytes = 0
+        self._gone: deque[bytes] | None = None  # addresses withdrawn since `take_gone`, where somebody asks for them
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -168,6 +171,16 @@ class RecordIndex:
         self._segments[slot] = _FREE
         self._ticks[slot] = 0
         self._free.append(slot)
+        if self._gone is not None:
+            self._gone.append(address)
+
+    def take_gone(self) -> list[bytes]:
+        """Addresses that were withdrawn since the last call, or since the first one, and did not come back."""
+        if self._gone is not None and not self._gone:
+            return []
+        with self._lock:
+            gone, self._gone = self._gone, deque(maxlen=MAX_GONE)
+            return [address for address in dict.fromkeys(gone or ()) if address not in self._slots]
 
     def drop_segment(self, segment: int) -> int:
         """Withdraw all records of a segment; how many."""
@@ -182,6 +195,8 @@ class RecordIndex:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
+            if self._gone is not None:
+                self._gone.extend(self._slots)
             self._slots.clear()
             self._addresses.clear()
             for column in (self._segments, self._pages, self._payload_bytes, self._ticks, self._free):

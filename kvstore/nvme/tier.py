@@ -10,24 +10,25 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
 from pathlib import Path
 
-from pagetier.kvstore.block import KEY_BYTES, Address, BlockStatus, Part
+from pagetier.kvstore.block import KEY_BYTES, Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
 from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles
 from pagetier.kvstore.nvme.index import RecordIndex
+from pagetier.kvstore.nvme.listing import Listing
 from pagetier.kvstore.nvme.log import LogSettings, Pending, SegmentLog
 from pagetier.kvstore.nvme.quarantine import Quarantine
 from pagetier.kvstore.nvme.reader import Reader, Wanted
 from pagetier.kvstore.nvme.scrub import Scrubber
 from pagetier.kvstore.nvme.segment import DELETED, round_up
 from pagetier.kvstore.record import PAGE_BYTES, pack_header, part_tag
-from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, ListedRecord, TierCounters
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class NvmeTier:
         parts = (self._files, self._catalog, self._index, self._handles)
         self._quarantine = Quarantine(self._files, self._folder, self._catalog, self._index, self._handles)
         self._reader, self._scrubber = Reader(*parts, self._quarantine), Scrubber(*parts, self._quarantine)
+        self._listing = Listing(*parts)
+        self._on_removed: Callable[[Sequence[bytes]], None] | None = None
         self._reader.mac_key = self._scrubber.mac_key = mac_key
         self._write_lock = threading.Lock()  # who appends, attaches or detaches; taken before any other lock
         self._attached = False  # guarded by self._write_lock for changes
@@ -187,6 +190,7 @@ class NvmeTier:
                 self._catalog.refresh()
                 self._catalog.renew_mtimes()
                 self._keep_damaged()
+            self._report_gone()
         except OSError as error:
             log.warning("nvme tier at %s could not be refreshed (%s)", self.path, error)
         except ConfigError as error:
@@ -254,6 +258,8 @@ class NvmeTier:
                 continue
             wanted.append(Wanted(i, address, place, reads[i], reads[i].domain or self._domain))
         self._reader.read(wanted, statuses, deadline_s)
+        if BlockStatus.CORRUPT in statuses:
+            self._report_gone()
         return statuses
 
     def put(self, writes: Sequence[BlockWrite], deadline_s: float) -> list[BlockStatus]:
@@ -278,6 +284,7 @@ class NvmeTier:
                 log.warning("nvme tier at %s could not write (%s)", self.path, error)
             finally:
                 self._write_lock.release()
+            self._report_gone()
         return statuses
 
     def _put_locked(self, todo: list[tuple[int, Pending]], statuses: list[BlockStatus], deadline_s: float) -> None:
@@ -345,6 +352,7 @@ class NvmeTier:
             segment = self._catalog.get(ident)
             if segment is not None:
                 self._catalog.mark(segment, listed, DELETED)
+        self._report_gone()
         return sum(len(listed) for listed in pages.values())
 
     def quarantine(self, addresses: Sequence[Address], reason: str) -> None:
@@ -354,6 +362,36 @@ class NvmeTier:
             segment = None if place is None else self._catalog.get(place.segment)
             if place is not None and segment is not None:
                 self._quarantine.condemn(segment, address, place, reason)
+        self._report_gone()
+
+    # ---- for people's questions
+
+    def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
+        """As in `DescribingTier`; no I/O, so no names."""
+        if not self._attached:
+            raise TierUnavailable(self.name, "describe", "closed" if self._closed else self._down)
+        return self._listing.describe(self._packed(addresses))
+
+    def names(self, addresses: Sequence[Address], deadline_s: float) -> list[BlockName | None]:
+        """From the headers of those records that are there; None where it could not be read in time."""
+        packed = self._packed(addresses)
+        found = self._listing.names(packed, deadline_s)
+        return [found.get(address) for address in packed]
+
+    def records(self, deadline_s: float) -> Iterator[ListedRecord]:
+        """As in `ListingTier`."""
+        if not self._attached:
+            raise TierUnavailable(self.name, "list", "closed" if self._closed else self._down)
+        return self._listing.records(deadline_s, self.name)
+
+    def report_removed(self, callback: Callable[[Sequence[bytes]], None]) -> None:
+        """As in `ReportingTier`. What other processes evict is noticed as it is followed."""
+        self._index.take_gone()
+        self._on_removed = callback
+
+    def _report_gone(self) -> None:
+        if self._on_removed is not None and (gone := self._index.take_gone()):
+            self._on_removed([address[:KEY_BYTES] for address in gone])
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
         """As in `Tier`. One that cannot be written now is written when the folder is back."""

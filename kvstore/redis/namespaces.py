@@ -11,16 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from pagetier.kvstore.block import Address, Part
+from pagetier.kvstore.block import Address, BlockName, Part
 from pagetier.kvstore.errors import TierUnavailable
-from pagetier.kvstore.record import MAGIC, REDIS_IDENTITIES, redis_namespace
-from pagetier.kvstore.redis.names import parse_identities
+from pagetier.kvstore.record import MAGIC, REDIS_IDENTITIES, parse_header, redis_namespace
+from pagetier.kvstore.redis.names import RecordNames, parse_identities
 from pagetier.kvstore.redis.node import FAULTS, Node
 from pagetier.kvstore.redis.resp import ErrorReply, encode_command
 from pagetier.kvstore.redis.topology import Topology
 
+DESCRIBE_BYTES = 1024  # of a record: a header of up to 202 tokens
 SCAN_COUNT = 1000  # of names looked at by one SCAN: some 0.3 ms of the server's time
-DOMAIN_AT, ROOT_AT, HEAD_BYTES = 64, 96, 128  # of a record (proto/FORMAT.md, "Record")
+PAYLOAD_AT, DOMAIN_AT, ROOT_AT, HEAD_BYTES = 16, 64, 96, 128  # of a record (proto/FORMAT.md, "Record")
 
 _NAME = re.compile(rb"pgt1:([0-9a-f]{16}):\{([0-9a-f]{64})\}:(\d+)\.(\d+)-(\d+)\.(\d+)-(\d+)")
 
@@ -105,6 +106,27 @@ class Namespaces:
             commands = [encode_command(b"UNLINK", name) for name in doomed]
             num_removed += sum(reply for reply in self._ask(node, commands, deadline_s) if isinstance(reply, int))
         return Purge(num_removed, num_foreign)
+
+    def describe(
+        self, domain: bytes, addresses: Sequence[Address], deadline_s: float
+    ) -> list[tuple[int, BlockName | None] | None]:
+        """Payload bytes and, where its tokens are few, the name of each record; None for one that is not there."""
+        found: list[tuple[int, BlockName | None] | None] = [None] * len(addresses)
+        names, last = RecordNames(domain), b"%d" % (DESCRIBE_BYTES - 1)
+        try:
+            shares = self._topology.shares(addresses, deadline_s) if addresses else []
+        except FAULTS as fault:
+            raise TierUnavailable("redis", "describe", str(fault)) from fault
+        for node, indices in shares:
+            if node is None:
+                raise TierUnavailable("redis", "describe", "nobody owns the slots of some blocks")
+            commands = [names.command(b"GETRANGE", addresses[i], b"0", last) for i in indices]
+            for i, head in zip(indices, self._ask(node, commands, deadline_s), strict=True):
+                if isinstance(head, bytes) and len(head) >= HEAD_BYTES and _is_of(head[:HEAD_BYTES], domain):
+                    header = parse_header(head)
+                    nbytes = int.from_bytes(head[PAYLOAD_AT : PAYLOAD_AT + 8], "little")
+                    found[i] = (nbytes, None if header is None else header.name)
+        return found
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ A `put` that ran out of time may still be carried out by the server later: the r
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pagetier.kvstore.redis.resp import ErrorReply, encode_command
 from pagetier.kvstore.redis.sockets import Sockets
 from pagetier.kvstore.redis.topology import Means, make_topology
 from pagetier.kvstore.redis.url import parse_redis_url
-from pagetier.kvstore.tier import BlockRead, BlockWrite, TierCounters
+from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, TierCounters
 
 TTL_S = 86_400.0
 CONNECT_TIMEOUT_S = 1.0
@@ -190,6 +191,22 @@ class RedisTier:
             self._account.failed(self._servers, READING, 1, type(fault).__name__, str(fault))
             return {}
         return parse_identities(reply)
+
+    def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
+        """As in `DescribingTier`: one round trip per server."""
+        found = self.namespaces().describe(self._own_names.domain, addresses, deadline_s)
+        return [None if one is None else Description(*one) for one in found]
+
+    @property
+    def domain(self) -> bytes:
+        """The tier's own."""
+        return self._own_names.domain
+
+    def of_domain(self, domain: bytes) -> RedisTier:
+        """The same tier as seen from another domain: one account, the same connections. Closing it closes them all."""
+        other = copy.copy(self)
+        other._own_names = RecordNames(domain)
+        return other
 
     def namespaces(self) -> Namespaces:
         """What lies beside this tier's blocks, over the same connections."""

@@ -75,6 +75,7 @@ class Rig:
         executor: SeededExecutor | None = None,
         clock: Clock | None = None,
         budget_s: float = 10.0,
+        domain: bytes | None = None,
         **limits: float,
     ) -> None:
         self.tiers, self.clock = tiers, clock
@@ -86,6 +87,7 @@ class Rig:
             tiers,
             part=PART,
             payload_bytes=PAYLOAD_BYTES,
+            domain=domain,
             load_budget_s=budget_s,
             limits=StoreLimits(**values),  # type: ignore[arg-type]
             **make,  # type: ignore[arg-type]
@@ -142,6 +144,14 @@ class Rig:
         done = self.wait(LoadDone, self.store.submit_load(ticket, names, buffers.views))
         buffers.assert_right(done.statuses)
         return done, buffers
+
+
+def hit(rig: Rig, names: Sequence[BlockName]) -> None:
+    """Look a chain up and load it all."""
+    ticket, tiers = rig.lookup(names)
+    assert len(tiers) == len(names)
+    rig.load(ticket, names)
+    rig.store.release(ticket)
 
 
 def store_in(tier: Tier, names: Sequence[BlockName]) -> None:

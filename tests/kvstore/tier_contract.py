@@ -18,7 +18,7 @@ import pytest
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.keys import chain_names, root_key
-from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier
+from pagetier.kvstore.tier import BlockRead, BlockWrite, DescribingTier, ListingTier, ReportingTier, Tier
 
 DOMAIN = bytes(range(32))
 PART = Part(0, 0, 2, 0, 1)
@@ -259,6 +259,50 @@ class TierContract:
             for name, status, buffer in zip(names, statuses, buffers, strict=False):
                 assert status in (OK, MISS)
                 assert status is MISS or bytes(buffer) == payload_of(name)
+
+    def test_records_are_described_one_by_one(self, tier: Tier) -> None:
+        if not isinstance(tier, DescribingTier):
+            pytest.skip("this tier describes nothing")
+        names = chain(6)
+        put(tier, names[:2] + names[4:])
+        found = tier.describe(addresses(names), soon())
+        assert [one is not None for one in found] == [True, True, False, False, True, True]
+        for name, one in zip(names, found, strict=True):
+            assert one is None or (one.nbytes == PAYLOAD_BYTES and one.name in (None, name))
+        assert tier.describe(addresses(names, OTHER_PART), soon()) == [None] * 6
+        assert tier.describe([], soon()) == []
+
+    def test_all_records_are_listed(self, tier: Tier) -> None:
+        if not isinstance(tier, ListingTier):
+            pytest.skip("this tier lists nothing")
+        names = chain(20)
+        put(tier, names)
+        put(tier, names[:3], OTHER_PART)
+        tier.delete(addresses(names[5:7]))
+        listed = {(record.address, record.name, record.nbytes) for record in tier.records(soon())}
+        kept = names[:5] + names[7:]
+        expected = {(address, name, PAYLOAD_BYTES) for name, address in zip(kept, addresses(kept), strict=True)}
+        others = zip(names[:3], addresses(names[:3], OTHER_PART), strict=True)
+        assert listed == expected | {(address, name, PAYLOAD_BYTES) for name, address in others}
+
+    def test_what_leaves_is_reported_once_and_only_what_is_gone(self, tier: Tier) -> None:
+        if not isinstance(tier, ReportingTier):
+            pytest.skip("this tier does not know when records leave")
+        gone: list[bytes] = []
+        tier.report_removed(gone.extend)
+        names = chain(10)
+        put(tier, names)
+        tier.delete(addresses(names[8:]))
+        tier.delete(addresses(names[8:]))
+        assert sorted(gone) == sorted(name.key for name in names[8:])
+        blocks = tier.counters().capacity_bytes // PAYLOAD_BYTES
+        chains = [chain(16, seed=seed) for seed in range(1, 3 + blocks // 16)]
+        for more in chains:
+            put(tier, more)
+        everything = {name.key for more in [names, *chains] for name in more}
+        there = {record.name.key for record in tier.records(soon())} if isinstance(tier, ListingTier) else set()
+        assert set(gone) <= everything - there
+        assert len(gone) > 2 or len(there) == len(everything) - 2
 
     def test_identities_are_kept_beside_the_records(self, tier: Tier) -> None:
         tier.put_identity(DOMAIN, b"identity of this domain")

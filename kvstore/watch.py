@@ -1,0 +1,29 @@
+"""What is noticed of a set of tiers while a store, or several over the same tiers, work with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagetier.kvstore.book import BlockBook
+from pagetier.kvstore.events import EventLog
+from pagetier.kvstore.keeper import bare
+from pagetier.kvstore.tier import ReportingTier, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """One book and one log of events."""
+
+    book: BlockBook = field(default_factory=BlockBook)
+    events: EventLog = field(default_factory=EventLog)
+
+    @classmethod
+    def of(cls, tiers: Iterable[Tier]) -> Watch:
+        """A new one that is told what leaves these tiers."""
+        watch = cls()
+        for tier in map(bare, tiers):
+            if isinstance(tier, ReportingTier):
+                tier.report_removed(functools.partial(watch.events.removed, tier.name))
+        return watch
