@@ -7,7 +7,7 @@ list is touched by no launched step, no load and no save: whoever may touch a bl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pagetier.engine.prefix_index import PrefixIndex
 
@@ -47,6 +47,12 @@ class BlockPool:
             self._references[block] = 1
         self.num_referenced += num_blocks
         return blocks
+
+    def purge(self, root: bytes | None = None, keys: Collection[bytes] | None = None) -> int:
+        """Forget cached blocks, as `PrefixIndex.purge` says; how many."""
+        freed = self._index.purge(root, keys)
+        self._put_free(freed)
+        return len(freed)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each block, which is referenced or cached."""

@@ -14,11 +14,14 @@ Invariants (`check()`):
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from pagetier.engine.residency import Residency
 from pagetier.kvstore.block import TOKEN_BYTES, BlockName
 
 CHANGES_PER_VERSION = 64
@@ -28,7 +31,8 @@ MAX_PARTIAL_CANDIDATES = 32  # siblings looked at for a partly matching block; b
 @dataclass(slots=True, eq=False)
 class Node:
     """One full block of the tree. `saved`: the state of the lower tiers (`Transfers.tiers_state`) in which it was
-    handed to them and not refused, 0 for never."""
+    handed to them and not refused, 0 for never. `hits`: times a request used it again. `born_s`, `used_s`: on the
+    index's clock."""
 
     name: BlockName | None  # None: a root
     block: int
@@ -39,6 +43,9 @@ class Node:
     referenced: bool = False
     last_used: int = 0
     saved: int = 0
+    hits: int = 0
+    born_s: float = 0.0
+    used_s: float = 0.0
     attached: bool = True
 
 
@@ -53,10 +60,23 @@ class Match:
     num_partial: int = 0
 
 
+class ChangeListener(Protocol):
+    """Told of blocks, on the core thread: it must be quick and must not raise."""
+
+    def entered(self, names: Sequence[BlockName]) -> None:
+        """These are in the index now, head first."""
+
+    def left(self, names: Sequence[BlockName]) -> None:
+        """These no longer are, in no order."""
+
+
 class PrefixIndex:
     """See the module docstring. Owner: core thread."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.residency = Residency()
+        self.listener: ChangeListener | None = None  # told of whatever comes and goes
+        self._now_s = clock
         self._block_size = block_size
         self._step = block_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
@@ -78,6 +98,10 @@ class PrefixIndex:
     def version(self) -> int:
         """Changes with every `CHANGES_PER_VERSION` blocks that came or went: for answers that may be a little old."""
         return self._num_changes // CHANGES_PER_VERSION
+
+    def nodes(self) -> list[Node]:
+        """All of them, as a copy: another thread may look at their names, hits and times, which may be a little old."""
+        return list(self._nodes.values())
 
     def node_of(self, block: int) -> Node | None:
         return self._nodes.get(block)
@@ -133,15 +157,20 @@ class PrefixIndex:
         tip, must be referenced by the caller. Returns the nodes of chain[first:end].
         """
         node = self._root(chain[0].root) if tip is None else tip
-        nodes = []
+        now_s, nodes = self._now_s(), []
+        added: list[BlockName] = []
         for i in range(first, end):
             child = node.children.get(chain[i].tokens)
             if child is None:
                 assert blocks[i] not in self._nodes, f"block {blocks[i]} is indexed elsewhere"
                 child = self._add(node, chain[i], blocks[i])
+                child.born_s = child.used_s = now_s
+                added.append(chain[i])
             nodes.append(child)
             node = child
         self._renew(node)
+        if self.listener is not None and added:
+            self.listener.entered(added)
         return nodes
 
     def _root(self, root: bytes) -> Node:
@@ -163,6 +192,20 @@ class PrefixIndex:
     def touch(self, node: Node) -> None:
         """A request used the chain that ends in `node`."""
         self._renew(node)
+        self._count_use(node)
+
+    def touch_part(self, node: Node) -> None:
+        """A request used a part of `node`, and all before it, which is counted by `touch`."""
+        self._renew(node)
+
+    def _count_use(self, tip: Node) -> None:
+        now_s, gaps_s, node = self._now_s(), [], tip
+        while node.parent is not None:
+            node.hits += 1
+            gaps_s.append(now_s - node.used_s)
+            node.used_s = now_s
+            node = node.parent
+        self.residency.reused(gaps_s)
 
     def _renew(self, tip: Node) -> None:
         """Tail first, so that no parent is colder than its child."""
@@ -217,15 +260,49 @@ class PrefixIndex:
         when there are not that many."""
         if num_blocks > self._num_evictable:
             return None
-        freed: list[int] = []
-        while len(freed) < num_blocks:
+        gone: list[Node] = []
+        while len(gone) < num_blocks:
             last_used, block = heapq.heappop(self._heap)
             node = self._nodes.get(block)
             if node is None or node.last_used != last_used or node.active or node.children:
                 continue
-            freed.append(block)
+            gone.append(node)
             self._remove(node)
-        return freed
+        return self._told_gone(gone)
+
+    def purge(self, root: bytes | None = None, keys: Collection[bytes] | None = None) -> list[int]:
+        """Remove all blocks, those below `root`, or those of `keys` and what comes after them, as far as no request
+        uses them; the ids of what was removed."""
+        if keys is not None:
+            tops = [n for n in self._nodes.values() if n.name is not None and n.name.key in keys]
+        elif root is not None:
+            tops = [self._roots[root]] if root in self._roots else []
+        else:
+            tops = list(self._roots.values())
+        found: dict[int, Node] = {}
+        while tops:
+            node = tops.pop()
+            if node.block not in found:
+                if node.name is not None:
+                    if root is not None and node.name.root != root:
+                        continue
+                    found[node.block] = node
+                tops.extend(node.children.values())
+        gone = []
+        for node in sorted(found.values(), key=_position, reverse=True):  # children first
+            if not node.active and not node.children:
+                gone.append(node)
+                self._remove(node)
+        return self._told_gone(gone)
+
+    def _told_gone(self, gone: Sequence[Node]) -> list[int]:
+        """The blocks of removed nodes, after they were counted and told of."""
+        now_s = self._now_s()
+        for node in gone:
+            self.residency.evicted(now_s - node.born_s, now_s - node.used_s)
+        if self.listener is not None and gone:
+            self.listener.left([node.name for node in gone if node.name is not None])
+        return [node.block for node in gone]
 
     def _remove(self, node: Node) -> None:
         parent, name = node.parent, node.name
@@ -263,6 +340,10 @@ class PrefixIndex:
             assert node.active == active, f"block {node.block}: active {node.active}, counted {active}"
         assert seen.keys() == self._nodes.keys(), f"lost blocks {seen.keys() ^ self._nodes.keys()}"
         assert evictable == self._num_evictable, f"evictable {self._num_evictable}, counted {evictable}"
+
+
+def _position(node: Node) -> int:
+    return -1 if node.name is None else node.name.position
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

@@ -454,7 +454,7 @@ class Scheduler:
         destination = request.block_ids[len(match.nodes)]
         plan.copies.append((match.partial.block, destination, match.num_partial))
         plan.release_after.append(match.partial.block)
-        self.index.touch(match.partial)
+        self.index.touch_part(match.partial)
         self._set_computed(request, request.num_computed_tokens + match.num_partial)
 
     def _set_computed(self, request: Request, num_tokens: int) -> None:

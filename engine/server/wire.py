@@ -21,7 +21,7 @@ from pagetier.kvstore.errors import PagetierError, ProtocolError
 from pagetier.kvstore.identity import domain_of
 from pagetier.kvstore.keys import pack_tokens, unpack_tokens
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 20  # one sequence a message: a million-token prompt with its keys is 6 MB
 MAX_ITEMS = 1 << 20  # entries of one msgpack array or map
 MAX_TEXT_BYTES = 1 << 16  # ids, salts, error lines
@@ -54,6 +54,42 @@ class SetWeightsVersion:
 
     ticket: int
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Somebody asks what is cached, or changes what is (engine/inspection.py has the verbs and their fields). `ticket`
+    comes back with the answer."""
+
+    ticket: int
+    verb: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a Question: what was asked for; or why not, and whether the question itself was wrong."""
+
+    ticket: int
+    fields: dict[str, Any]
+    error: str = ""
+    usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Send what comes into tiers and leaves them from now on, or no longer."""
+
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What came and went, in order (engine/kv_events.py has the form of each). num_lost: events before these that
+    nobody will be told of, because they came too fast."""
+
+    events: tuple[tuple[Any, ...], ...]
+    num_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +156,20 @@ class Failed:
 
 
 Message = (
-    Submit | Abort | StatsQuery | SetWeightsVersion | Shutdown | Ready | IdentityChanged | Tokens | StatsAnswer | Failed
+    Submit
+    | Abort
+    | StatsQuery
+    | SetWeightsVersion
+    | Question
+    | Answer
+    | Follow
+    | Events
+    | Shutdown
+    | Ready
+    | IdentityChanged
+    | Tokens
+    | StatsAnswer
+    | Failed
 )
 
 _PARAM_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
@@ -425,6 +474,30 @@ def _parse_stats_answer(fields: _Fields) -> StatsAnswer:
     return StatsAnswer(ticket, stats)
 
 
+def _parse_question(fields: _Fields) -> Question:
+    ticket, verb, asked = fields.number(), fields.text(), fields.mapping()
+    fields.end()
+    return Question(ticket, verb, asked)
+
+
+def _parse_answer(fields: _Fields) -> Answer:
+    ticket, answered, error, usage = fields.number(), fields.mapping(), fields.text(), fields.flag()
+    fields.end()
+    return Answer(ticket, answered, error, usage)
+
+
+def _parse_follow(fields: _Fields) -> Follow:
+    wanted = fields.flag()
+    fields.end()
+    return Follow(wanted)
+
+
+def _parse_events(fields: _Fields) -> Events:
+    events, num_lost = _all(list, fields.array(), "events"), fields.number()
+    fields.end()
+    return Events(tuple(map(tuple, events)), num_lost)
+
+
 def _parse_failed(fields: _Fields) -> Failed:
     error, usage = fields.text(), fields.flag()
     fields.end()
@@ -437,6 +510,10 @@ _BODIES: Mapping[type, Callable[[Any], list[Any]]] = {
     StatsQuery: lambda m: [m.ticket],
     SetWeightsVersion: lambda m: [m.ticket, m.version],
     IdentityChanged: lambda m: [m.ticket, m.identity],
+    Question: lambda m: [m.ticket, m.verb, m.fields],
+    Answer: lambda m: [m.ticket, m.fields, m.error[:MAX_TEXT_BYTES], m.usage],
+    Follow: lambda m: [m.wanted],
+    Events: lambda m: [[list(event) for event in m.events], m.num_lost],
     Shutdown: lambda m: [m.timeout_s],
     Ready: _ready_body,
     Tokens: lambda m: [[_output_body(o) for o in m.outputs]],
@@ -449,6 +526,10 @@ _PARSERS: Mapping[str, Callable[[_Fields], Message]] = {
     "StatsQuery": _parse_stats_query,
     "SetWeightsVersion": _parse_set_weights_version,
     "IdentityChanged": _parse_identity_changed,
+    "Question": _parse_question,
+    "Answer": _parse_answer,
+    "Follow": _parse_follow,
+    "Events": _parse_events,
     "Shutdown": _parse_shutdown,
     "Ready": _parse_ready,
     "Tokens": _parse_tokens,

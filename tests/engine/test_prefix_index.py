@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -114,6 +116,76 @@ def test_touching_a_cached_prefix_for_ever_keeps_the_heap_small() -> None:
     assert len(index._heap) < 200
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, set[bytes]]] = []
+
+    def entered(self, names: Sequence[BlockName]) -> None:
+        self.told.append(("entered", {name.key for name in names}))
+
+    def left(self, names: Sequence[BlockName]) -> None:
+        self.told.append(("left", {name.key for name in names}))
+
+
+def test_lives_gaps_and_idle_times_are_counted_for_each_block() -> None:
+    clock = Clock()
+    index = PrefixIndex(BLOCK_SIZE, clock)
+    pool = BlockPool(8, index)
+    blocks = compute(index, pool, list(range(12)))
+    second, third = (index.node_of(block) for block in blocks[1:])
+    assert second is not None and third is not None
+    clock.now_s = 2.0
+    index.touch(second)  # of the first two blocks
+    index.touch_part(third)
+    clock.now_s = 7.0
+    index.touch(third)
+    assert [node.hits for node in index.nodes()] == [2, 2, 1]
+    clock.now_s = 50.0
+    assert index.evict(3) is not None
+    life, idle, gap = (index.residency.lifetime, index.residency.idle_before_evict, index.residency.reuse_gap)
+    assert (sum(life.counts), life.total) == (3, 150.0)
+    assert (sum(idle.counts), idle.total) == (3, 3 * 43.0)
+    assert (sum(gap.counts), gap.total) == (5, 2 * 2.0 + 2 * 5.0 + 7.0)
+    assert gap.counts[gap.bounds.index(3)] == 2, "those of 2 s"
+
+
+def test_a_listener_is_told_of_whatever_comes_and_goes() -> None:
+    index, pool = make()
+    index.listener = listener = Listener()
+    keys = [name.key for name in names_of(list(range(12)))]
+    compute(index, pool, list(range(8)))
+    compute(index, pool, list(range(12)))
+    assert index.evict(2) is not None
+    assert listener.told == [("entered", set(keys[:2])), ("entered", {keys[2]}), ("left", set(keys[1:]))]
+
+
+def test_a_purge_takes_what_nobody_uses_and_nothing_else() -> None:
+    tokens, tenant = list(range(12)), root_key(b"d" * 32, b"tenant")
+    index, pool = make(16)
+    names = names_of(tokens)
+    blocks = compute(index, pool, tokens)
+    theirs = pool.allocate(3)
+    assert theirs is not None
+    index.insert(chain_names(tenant, tokens, BLOCK_SIZE), theirs, 0, 3, None)
+    pool.release(theirs)
+    assert pool.purge(keys={names[1].key, names[2].key}) == 2 and len(index) == 4
+    assert pool.purge(keys={names[0].key}, root=tenant) == 0
+    pool.acquire([theirs[1]])
+    assert pool.purge(root=tenant) == 1, "the two in front are used"
+    assert pool.purge(root=root_key(b"e" * 32)) == 0
+    pool.release([theirs[1]])
+    assert pool.purge() == 3 and len(index) == 0
+    assert pool.num_available == 16 and index.node_of(blocks[0]) is None
+    pool.check()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Requests come, match, compute and go in any order; the model is the set of prefixes ever indexed."""
 
@@ -164,6 +236,13 @@ class IndexMachine(RuleBasedStateMachine):
             self.pool.release(blocks)
         else:
             assert len(self.index) == before and num_blocks > possible
+
+    @rule(first=st.integers(0, 2))
+    def purge(self, first: int) -> None:
+        doomed = {n.name.key for n in self.index.nodes() if n.name is not None and n.name.tokens[0] == first}
+        self.pool.purge(keys=doomed)
+        left = {n.name.key for n in self.index.nodes() if n.name is not None and not n.active}
+        assert not left & doomed
 
     @invariant()
     def consistent(self) -> None:

@@ -57,6 +57,11 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.Tokens((OUTPUT, TokenOutput("x", (), finish_reason="error", error="no room"))),
     wire.StatsAnswer(3, {"tiers": {"device": {"hit_rate": 0.5, "breaker": None}}}),
     wire.Failed("cannot load", True),
+    wire.Question(5, "query", {"keys": [b"k" * 32], "root": None}),
+    wire.Answer(5, {"blocks": [{"tiers": ["device"], "age_s": 0.5}]}),
+    wire.Answer(6, {}, "--ttl: got 0; allowed: more", True),
+    wire.Follow(True),
+    wire.Events(((1.5, "stored", "device", b"k" * 32, b"p" * 32, 0, b"tttt", 16),), 2),
 )
 
 
