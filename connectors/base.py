@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pagetier.kvstore.admin import Admin
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion
 
@@ -48,6 +50,14 @@ class Connector(Protocol):
 
     def quarantine(self, blocks: Sequence[BlockName]) -> None:
         """These were found to hold what they should not: take them out of every tier, soon."""
+
+    @property
+    def admin(self) -> Admin:
+        """What people ask of the store; its methods may block, and are called from another thread than all others."""
+
+    @property
+    def events(self) -> EventLog:
+        """What came into the store's tiers and left them."""
 
     @property
     def num_returns(self) -> int:

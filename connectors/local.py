@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pagetier.kvstore.admin import StoreAdmin
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion
 from pagetier.kvstore.store import TieredStore
@@ -53,6 +55,16 @@ class LocalConnector:
 
     def quarantine(self, blocks: Sequence[BlockName]) -> None:
         self._store.quarantine(blocks)
+
+    @property
+    def admin(self) -> StoreAdmin:
+        """What people ask of the store."""
+        return self._store.admin
+
+    @property
+    def events(self) -> EventLog:
+        """What came into the store's tiers and left them."""
+        return self._store.events
 
     @property
     def num_returns(self) -> int:

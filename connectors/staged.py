@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pagetier.kvstore.admin import StoreAdmin
 from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
 from pagetier.kvstore.store import TieredStore
@@ -134,6 +136,16 @@ class StagedConnector:
 
     def quarantine(self, blocks: Sequence[BlockName]) -> None:
         self._store.quarantine(blocks)
+
+    @property
+    def admin(self) -> StoreAdmin:
+        """What people ask of the store."""
+        return self._store.admin
+
+    @property
+    def events(self) -> EventLog:
+        """What came into the store's tiers and left them."""
+        return self._store.events
 
     @property
     def num_returns(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagetier.connectors.base import Connector
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.identity import roots_of
+from pagetier.engine.inspection import Inspection, Report
+from pagetier.engine.kv_events import EventTap
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import build_batch
 from pagetier.engine.policies.make import POLICIES, MakePolicy
@@ -19,6 +21,7 @@ from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
 from pagetier.kvstore.errors import ClosedError
+from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.keys import hash_named
 
@@ -55,6 +58,15 @@ class EngineCore:
         self._block_nbytes = block_nbytes
         index = PrefixIndex(config.block_size)
         pool = BlockPool(config.num_blocks, index, poison)
+        self._tap = EventTap(index, EventLog() if connector is None else connector.events)
+        self._inspection = Inspection(
+            index,
+            pool,
+            None if connector is None else connector.admin,
+            block_size=config.block_size,
+            block_nbytes=block_nbytes,
+            hash_=hash_named(hash_name),
+        )
         cost = RestoreCost(runner.prefill_s)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
@@ -97,6 +109,7 @@ class EngineCore:
                 self._drained += self._fail(error)
         if self._connector is not None:
             self._connector.set_identity(identity)
+        self._tap.all_cleared()
 
     def step(self) -> list[TokenOutput]:
         """Poll, plan, launch and, when the pipeline is full or dry, commit. Returns at once if nothing can be done
@@ -172,12 +185,28 @@ class EngineCore:
             },
             "harmful_hits": 0,
             "verify": scheduler.shadow.as_dict(),
+            "residency": scheduler.index.residency.as_dict(),
             "requests": {
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
                 "loading": len(scheduler.loading),
             },
         }
+
+    def ask(self, verb: str, fields: Mapping[str, Any], report: Report) -> None:
+        """A question about what is cached (engine/inspection.py). `report` is called with the answer, on any thread."""
+        self._inspection.ask(verb, fields, report)
+
+    def follow_events(self, wanted: bool) -> None:
+        """Keep what comes into the cache and leaves it for `take_events` from now on, or no longer."""
+        if wanted:
+            self._tap.open()
+        else:
+            self._tap.close()
+
+    def take_events(self) -> tuple[list[tuple[Any, ...]], int]:
+        """Some of what came and went since the last call, as `KvEvent`s, and how many events before it are lost."""
+        return self._tap.take()
 
     def _device_stats(self) -> dict[str, Any]:
         pool, index = self.scheduler.pool, self.scheduler.index
@@ -192,6 +221,8 @@ class EngineCore:
             "corrupt": 0,
             "quarantined": 0,
             "scrubbed_bytes": 0,
+            "read_bytes": 0,
+            "written_bytes": 0,
             "breaker": None,
         }
 
@@ -210,6 +241,7 @@ class EngineCore:
         if self._closed:
             return
         self._closed = True
+        self._inspection.close()
         self._runner.close()
         if self._connector is not None:
             self._connector.close()

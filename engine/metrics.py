@@ -6,11 +6,12 @@ answer per scrape, so that a scrape shows the same figures as GET /stats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -81,6 +82,12 @@ class ServerMetrics:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(model)
 
 
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus's buckets: how many were at most so much."""
+    ends = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(ends, map(float, accumulate(counts)), strict=True))
+
+
 class _EngineCollector(Collector):
     """The core's `stats` as metrics; nothing while the engine does not answer."""
 
@@ -95,6 +102,7 @@ class _EngineCollector(Collector):
         yield from self._lookups(self.stats["lookup"], self.stats["preemptions"])
         yield from self._tiers(self.stats["tiers"])
         yield from self._verify(self.stats["verify"])
+        yield from self._residency(self.stats["residency"])
         yield self._count("pagetier_harmful_hits", "Loads slower than recompute", self.stats["harmful_hits"])
 
     def _requests(self, requests: Mapping[str, int]) -> Iterable[Metric]:
@@ -132,6 +140,8 @@ class _EngineCollector(Collector):
             ("pagetier_tier_corrupt", "corrupt", "Entries that did not verify"),
             ("pagetier_tier_quarantined", "quarantined", "Damaged entries kept for a look"),
             ("pagetier_tier_scrubbed_bytes", "scrubbed_bytes", "Bytes re-read only to check them"),
+            ("pagetier_tier_read_bytes", "read_bytes", "Bytes of blocks read from it"),
+            ("pagetier_tier_written_bytes", "written_bytes", "Bytes of blocks written to it"),
         ):
             counter = CounterMetricFamily(name, text, labels=["tier"])
             for tier, values in tiers.items():
@@ -151,6 +161,17 @@ class _EngineCollector(Collector):
         for tier, values in tiers.items():
             breaker.add_metric([tier], BREAKER_STATES.get(values.get("breaker"), 2))
         yield breaker
+
+    def _residency(self, residency: Mapping[str, Any]) -> Iterable[Metric]:
+        for field, text in (
+            ("lifetime", "From entering the device pool's index to leaving it"),
+            ("idle_before_evict", "From a device block's last use to its leaving"),
+            ("reuse_gap", "Between two uses of a device block"),
+        ):
+            told = residency[field]
+            family = HistogramMetricFamily(f"vllm:kv_block_{field}_seconds", text, labels=["model_name"])
+            family.add_metric([self._model], _cumulative(told["bounds"], told["counts"]), told["sum"])
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pagetier.kvstore.block import Address, BlockName, Part
 from pagetier.kvstore.book import Entry, Use
@@ -97,6 +97,36 @@ class PurgeResult:
         return {"removed": self.removed, "errors": self.errors}
 
 
+class Admin(Protocol):
+    """What people ask of a store, wherever it runs: `StoreAdmin`, or a service's client. May block; any thread."""
+
+    def query(self, keys: Sequence[bytes]) -> list[BlockInfo]:
+        """Where each block is and what is known of it."""
+
+    def known(self) -> list[BlockInfo]:
+        """Every block that the store knows of."""
+
+    def pin(
+        self, names: Sequence[BlockName], ttl_s: float | None = None, tiers: Collection[str] | None = None
+    ) -> PinInfo:
+        """Keep a prefix, head first."""
+
+    def unpin(self, pin_ids: Sequence[str] | None = None) -> list[PinInfo]:
+        """Give up pins, or all; those that there were."""
+
+    def pins(self) -> list[PinInfo]:
+        """The pins of the store's domain."""
+
+    def purge(
+        self,
+        *,
+        keys: Collection[bytes] | None = None,
+        root: bytes | None = None,
+        tiers: Collection[str] | None = None,
+    ) -> PurgeResult:
+        """Remove records of the store's domain."""
+
+
 class StoreAdmin:
     """Over a store's tiers. domain: that of what the store puts now. purged: called after every purge.
 
@@ -148,10 +178,14 @@ class StoreAdmin:
         """The hottest stored prefixes of the store's domain as a forest, hottest first; `limit` nodes at most.
 
         What an NVMe tier holds from before is learnt once, with no hits."""
+        infos = self.known(timeout_s)
+        return hottest([(info.name, info) for info in infos if info.tiers and info.name is not None], limit)
+
+    def known(self, timeout_s: float = QUERY_TIMEOUT_S) -> list[BlockInfo]:
+        """Every block of the store's domain that this process knows of, stored or not."""
         self._learn()
         entries = self._book.entries(self._domain())
-        infos = self.query([entry.name.key for entry in entries], timeout_s) if entries else []
-        return hottest([(info.name, info) for info in infos if info.tiers and info.name is not None], limit)
+        return self.query([entry.name.key for entry in entries], timeout_s) if entries else []
 
     def pins(self) -> list[PinInfo]:
         """The pins of the store's domain and what is held of them."""

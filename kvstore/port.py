@@ -223,5 +223,7 @@ def tier_stats(counters: TierCounters, state: BreakerState) -> dict[str, Any]:
         "corrupt": counters.corrupt,
         "quarantined": counters.quarantined,
         "scrubbed_bytes": counters.scrubbed_bytes,
+        "read_bytes": counters.bytes_read,
+        "written_bytes": counters.bytes_written,
         "breaker": str(state),
     }

@@ -23,8 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from pagetier.engine.metrics import ServerMetrics
 from pagetier.engine.server.admin import add_admin_routes
+from pagetier.engine.server.cache_routes import CacheDesk, add_cache_routes
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
 from pagetier.engine.server.errors import ApiError, engine_dead, overloaded, shutting_down
+from pagetier.engine.server.event_hub import EventHub
 from pagetier.engine.server.generation import Generation, TextOptions
 from pagetier.engine.server.guards import check_key, read_body
 from pagetier.engine.server.preparation import PreparedRequest, Preparer
@@ -52,6 +54,8 @@ TIER_FIELDS = (
     "corrupt",
     "quarantined",
     "scrubbed_bytes",
+    "read_bytes",
+    "written_bytes",
     "breaker",
 )
 
@@ -68,8 +72,12 @@ class Service:
     api_key: str | None = None
     admin_token: str | None = None
     draining: bool = False
+    hub: EventHub = field(init=False)
     start_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.hub = EventHub(self.client)
 
     def admit(self, body: SharedFields, num_sequences: int) -> str:
         """The model's name for the answer. Raises ApiError when the request cannot be taken on."""
@@ -111,6 +119,8 @@ def create_app(service: Service) -> FastAPI:
     _add_openai_routes(app, service)
     _add_status_routes(app, service)
     add_admin_routes(app, service.client, service.admin_token, service.api_key)
+    secrets = service.api_key, service.admin_token
+    add_cache_routes(app, CacheDesk(service.client, service.tokenizer, service.preparer, service.hub, *secrets))
     return app
 
 

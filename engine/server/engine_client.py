@@ -87,6 +87,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._waiters: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for its answer
         self._next_ticket = 0
+        self._on_events: Callable[[wire.Events], None] | None = None
         self._unanswered_since_s: float | None = None
         self._error: str | None = None
         self._ended = asyncio.Event()
@@ -158,6 +159,20 @@ class EngineClient:
         """Use no KV of before; `ready` has the new identity then. Raises TimeoutError (it then comes true later),
         EngineDeadError."""
         await self._ask(lambda ticket: wire.SetWeightsVersion(ticket, version), timeout_s)
+
+    async def ask(self, verb: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer to a question about the cache (engine/inspection.py). Raises ConfigError for a wrong question,
+        TimeoutError, EngineDeadError, PagetierError."""
+        answer: wire.Answer = await self._ask(lambda ticket: wire.Question(ticket, verb, fields), timeout_s)
+        if answer.error:
+            raise ConfigError(answer.error) if answer.usage else PagetierError(answer.error)
+        return answer.fields
+
+    def follow_events(self, listener: Callable[[wire.Events], None] | None) -> None:
+        """Call `listener` with what comes into the cache and leaves it from now on; None: no longer."""
+        self._on_events = listener
+        if self._error is None and self._requests is not None:
+            self._send(wire.encode(wire.Follow(listener is not None)))
 
     async def _ask(self, question: Callable[[int], wire.Message], timeout_s: float) -> Any:
         """The answer to the question of a new ticket."""
@@ -264,6 +279,11 @@ class EngineClient:
                     self._deliver(output)
             case wire.StatsAnswer(ticket, stats):
                 self._answer(ticket, stats)
+            case wire.Answer(ticket):
+                self._answer(ticket, message)
+            case wire.Events():
+                if self._on_events is not None:
+                    self._on_events(message)
             case wire.IdentityChanged(ticket, identity):
                 self._ready = replace(self.ready, identity=identity)
                 self._answer(ticket, None)

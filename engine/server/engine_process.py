@@ -6,6 +6,8 @@ only by the messages of `wire`. The same loop runs as the main thread of its own
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -15,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any, Protocol, cast
 
 import zmq
 
+from pagetier.engine.inspection import Report
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.server import wire
 from pagetier.kvstore.errors import ConfigError, PagetierError, ProtocolError
@@ -29,6 +33,7 @@ from pagetier.kvstore.errors import ConfigError, PagetierError, ProtocolError
 logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "pagetier.engine.server.factory:build"
+FOLLOW_POLL_MS = 100  # the same while somebody follows events, which tiers cause on threads of their own
 IDLE_POLL_MS = 1000  # nothing to do: messages, signals and a closed lifeline wake the poll before that
 STALL_POLL_MS = 1  # work there is, but it waits for a tier or a device
 STALL_STEP_S = 0.0005  # a step shorter than this that brought no token did nothing
@@ -49,6 +54,12 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
 
     def stats(self) -> dict[str, Any]: ...
+
+    def ask(self, verb: str, fields: Mapping[str, Any], report: Report) -> None: ...
+
+    def follow_events(self, wanted: bool) -> None: ...
+
+    def take_events(self) -> tuple[list[tuple[Any, ...]], int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +160,31 @@ class EngineLoop:
         self._end_s: float | None = None  # monotonic: by when everything is over, once leaving
         self._running_end_s = 0.0  # monotonic: until when running requests may go on, once leaving
         self._stalled = False
+        self._follows = False  # somebody wants to hear of events
+        self._answers: deque[wire.Answer] = deque()  # appended to by any thread, which then wakes the loop
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
         self.orphaned = False  # nobody else will remove the sockets' folder
 
     def run(self) -> None:
         """Serve until shut down, drained or orphaned; then end what runs and close the engine."""
         if self._lifeline is not None:
             self._link.watch(self._lifeline)
+        self._link.watch(self._wake_in)
         self._link.send(self._engine.ready)
         while not self._done():
             self._wait()
             self._drain()
             self._step()
+            self._tell()
         self._leave()
+
+    def close(self) -> None:
+        """Let go of the pipe; nobody may report any more."""
+        self._link.unwatch(self._wake_in)
+        os.close(self._wake_in)
+        os.close(self._wake_out)
 
     def begin_drain(self) -> None:
         """Refuse new requests, let running ones end for a while, then leave. Idempotent; safe in a signal handler."""
@@ -175,6 +199,8 @@ class EngineLoop:
     def _wait(self) -> None:
         if not self._core.has_work():
             timeout_ms = IDLE_POLL_MS if self._end_s is None else STALL_POLL_MS
+            if self._follows:
+                timeout_ms = min(timeout_ms, FOLLOW_POLL_MS)
         elif self._stalled:
             timeout_ms = STALL_POLL_MS
         else:
@@ -205,10 +231,35 @@ class EngineLoop:
                     self._link.send(wire.StatsAnswer(ticket, self._core.stats()))
                 case wire.SetWeightsVersion(ticket, version):
                     self._link.send(wire.IdentityChanged(ticket, self._engine.set_weights_version(version)))
+                case wire.Question(ticket, verb, fields):
+                    self._core.ask(verb, fields, functools.partial(self._report, ticket))
+                case wire.Follow(wanted):
+                    self._follows = wanted
+                    self._core.follow_events(wanted)
                 case wire.Shutdown(timeout_s):
                     self._end_by(timeout_s)
                 case _:
                     logger.warning("dropped a message to the engine: unexpected %s", type(message).__name__)
+
+    def _report(self, ticket: int, fields: dict[str, Any], error: PagetierError | None) -> None:
+        """Any thread: the answer to a question."""
+        usage = isinstance(error, ConfigError)
+        self._answers.append(wire.Answer(ticket, fields, "" if error is None else str(error) or "failed", usage))
+        with contextlib.suppress(OSError):  # it is awake enough, or gone
+            os.write(self._wake_out, b"a")
+
+    def _tell(self) -> None:
+        """Send what was asked for, and what came and went."""
+        while self._answers:
+            answer = self._answers.popleft()
+            try:
+                self._link.send(answer)
+            except ProtocolError as error:
+                self._link.send(wire.Answer(answer.ticket, {}, f"the answer is too long ({error}); ask for less"))
+        if self._follows:
+            events, num_lost = self._core.take_events()
+            if events or num_lost:
+                self._link.send(wire.Events(tuple(events), num_lost))
 
     def _submit(self, request: EngineRequest) -> None:
         if request.request_id in self._open:
@@ -274,7 +325,10 @@ def serve_engine(
             _calm_the_collector()
         loop = EngineLoop(engine, link, shutdown_timeout_s, lifeline)
         with _SigtermDrains(loop, link, active=lifeline is not None):
-            loop.run()
+            try:
+                loop.run()
+            finally:
+                loop.close()
         if loop.orphaned:
             shutil.rmtree(directory, ignore_errors=True)
         return 0

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pagetier.engine.identity import salt_bytes
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.sampling_params import SamplingParams
+from pagetier.engine.server.cache_protocol import PrefixFields
 from pagetier.engine.server.errors import ApiError
 from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.tokenizer import Tokenizer
 from pagetier.kvstore.errors import ConfigError, PagetierError
-from pagetier.kvstore.keys import chain_names, hash_named, root_key
+from pagetier.kvstore.keys import chain_names, hash_named, pack_tokens, root_key
 
 INLINE_LENGTH = 4096  # characters or ids below which a hop to the pool costs more than the work (some 0.5 ms)
 NUM_THREADS = 2
@@ -39,6 +40,14 @@ class PreparedRequest:
     params: SamplingParams
     num_prompt_tokens: int
     echo_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPrefix:
+    """A prompt that is asked about. tokens: u32 little-endian."""
+
+    root: bytes
+    tokens: bytes
 
 
 class Preparer:
@@ -62,6 +71,17 @@ class Preparer:
             return self._chat(body, request_id)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._chat, body, request_id)
 
+    async def prefix(self, body: PrefixFields) -> AskedPrefix:
+        """The tokens and the root of a prompt that is asked about, as a request with it would have them."""
+        length = len(body.prompt or "") + sum(len(str(message.content or "")) for message in body.messages or ())
+        if length < INLINE_LENGTH:
+            return self._prefix(body)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prefix, body)
+
+    def root(self, salt: str) -> bytes:
+        """The root key of a tenant's chains. Raises ApiError."""
+        return self._root(self._ready, salt)
+
     @property
     def _ready(self) -> Ready:
         return self._facts()
@@ -83,7 +103,9 @@ class Preparer:
         return self._prepared(body, request_id, prompts, params, "prompt", echo)
 
     def _chat(self, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
-        params = body.params()
+        return self._prepared(body, request_id, [self._chat_ids(body)], body.params(), "messages", ())
+
+    def _chat_ids(self, body: ChatCompletionRequest) -> list[int]:
         messages = body.template_messages()
         try:
             text = self._tokenizer.apply_chat_template(
@@ -91,8 +113,23 @@ class Preparer:
             )
         except (PagetierError, TypeError) as error:  # TypeError: a keyword that the template takes as something else
             raise ApiError(400, f"messages: {error}", param="messages") from None
-        prompt = self._encode(text, body.add_special_tokens)
-        return self._prepared(body, request_id, [prompt], params, "messages", ())
+        return self._encode(text, body.add_special_tokens)
+
+    def _prefix(self, body: PrefixFields) -> AskedPrefix:
+        if body.messages is not None:
+            chat = ChatCompletionRequest(
+                messages=body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            ids = self._chat_ids(chat)
+        elif body.prompt is not None:
+            ids = self._encode(body.prompt, body.add_special_tokens)
+        else:
+            ids = self._checked_ids(body.tokens or [])
+        if not ids:
+            raise ApiError(400, "prompt: no tokens; allowed: at least one", param="prompt")
+        return AskedPrefix(self.root(body.cache_salt or ""), pack_tokens(ids))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

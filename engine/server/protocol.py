@@ -287,10 +287,10 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     try:
         return kind.model_validate(fields).checked()
     except ValidationError as error:
-        raise _readable(error) from None
+        raise readable(error) from None
 
 
-def _readable(error: ValidationError) -> ApiError:
+def readable(error: ValidationError) -> ApiError:
     """The first complaint, in words; of a union's complaints the deepest path is left out."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(step) for step in first["loc"]]

@@ -17,14 +17,18 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pagetier.engine.batch import TokenLogprobs
+from pagetier.engine.inspection import Report
+from pagetier.engine.kv_events import KvEvent
 from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.residency import Residency
 from pagetier.engine.server.engine_process import ServedEngine
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.token_bytes import byte_alphabet
 from pagetier.engine.tokenizer import Tokenizer, TokenizerFacts
 from pagetier.kvstore.block import KEY_BYTES, KVGroup, Plane
-from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.identity import CacheIdentity
+from pagetier.kvstore.keys import pack_tokens
 
 BLOCK_SIZE = 4
 GROUP = KVGroup((0,), (Plane("k", "float32", (1, 4)), Plane("v", "float32", (1, 4))), None, 32)
@@ -71,6 +75,9 @@ class DoubleCore:
     num_aborted: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    follows: bool = False
+    events: list[KvEvent] = field(default_factory=list)
 
     def add_request(self, request: EngineRequest) -> None:
         keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
@@ -96,6 +103,8 @@ class DoubleCore:
         outputs = [self._advance(state) for state in list(self.running.values())]
         for output in outputs:
             if output.finish_reason is not None:
+                if self.follows:
+                    self.events.append(stored_event(self.running[output.request_id].request))
                 del self.running[output.request_id]
         return outputs
 
@@ -137,10 +146,34 @@ class DoubleCore:
         self.seen.clear()
         return replace(IDENTITY, weights_version=version).encode()
 
+    def ask(self, verb: str, fields: Mapping[str, Any], report: Report) -> None:
+        """It has no cache to speak of: what was asked is remembered, the answers are empty."""
+        self.asked.append((verb, dict(fields)))
+        answers: dict[str, dict[str, Any]] = {
+            "query": {"num_tokens": len(fields.get("tokens", b"")) // 4, "hit_tokens": 0, "blocks": []},
+            "query_keys": {"num_tokens": 0, "hit_tokens": 0, "blocks": []},
+            "top": {"prefixes": []},
+            "purge": {"removed": {"device": 0}, "errors": {}},
+        }
+        if fields.get("tiers") == ["nowhere"]:
+            report({}, ConfigError.unknown_name("tier", "nowhere", ["device"]))
+        elif fields.get("tiers") == ["broken"]:
+            report({}, PagetierError("the tier broke"))
+        else:
+            report(answers.get(verb, {"pins": []}), None)
+
+    def follow_events(self, wanted: bool) -> None:
+        self.follows = wanted
+
+    def take_events(self) -> tuple[list[tuple[Any, ...]], int]:
+        """One event for each request that ended since, while somebody follows."""
+        events, self.events = self.events, []
+        return [tuple(event) for event in events], 0
+
     def stats(self) -> dict[str, Any]:
         rate = self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
         tier = dict.fromkeys(("blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt"), 0)
-        tier |= {"quarantined": 0, "scrubbed_bytes": 0}
+        tier |= {"quarantined": 0, "scrubbed_bytes": 0, "read_bytes": 0, "written_bytes": 0}
         device = {"hit_blocks": self.hit_tokens // BLOCK_SIZE, "hit_tokens": self.hit_tokens, "hit_rate": rate}
         nvme = {"hit_blocks": 0, "hit_tokens": 0, "hit_rate": 0.0}
         return {
@@ -152,6 +185,7 @@ class DoubleCore:
             "preemptions": {"recompute": 0, "swap": 0},
             "harmful_hits": 0,
             "verify": {"shadow_one_in": 0, "checked": 0, "differing": 0, "skipped": 0},
+            "residency": Residency().as_dict(),
             "requests": {"running": len(self.running), "waiting": 0, "loading": 0, "aborted": self.num_aborted},
         }
 
@@ -160,6 +194,13 @@ class DoubleCore:
         if self.close_mark:
             with open(self.close_mark, "w") as file:
                 file.write(f"{timeout_s:.3f}")
+
+
+def stored_event(request: EngineRequest) -> KvEvent:
+    """The event of a request's full blocks."""
+    num_tokens = len(request.keys) // KEY_BYTES * BLOCK_SIZE
+    tokens = pack_tokens(request.prompt_ids[:num_tokens])
+    return KvEvent(time.time(), "stored", "device", request.keys, b"", 0, tokens, BLOCK_SIZE)
 
 
 def score(token_id: int) -> TokenLogprobs:

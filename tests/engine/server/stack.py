@@ -50,10 +50,15 @@ class Stack:
 
 @contextlib.contextmanager
 def running_stack(
-    *, process: bool = False, api_key: str | None = None, admin_token: str | None = None, **config: Any
+    *,
+    process: bool = False,
+    api_key: str | None = None,
+    admin_token: str | None = None,
+    factory: str = FACTORY,
+    **config: Any,
 ) -> Iterator[Stack]:
     """Start everything on a free port; end it in order."""
-    order = EngineOrder(config, FACTORY, shutdown_timeout_s=2.0)
+    order = EngineOrder(config, factory, shutdown_timeout_s=2.0)
     box: dict[str, Any] = {}
     up = threading.Event()
 
