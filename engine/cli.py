@@ -54,10 +54,12 @@ def serve(flags: ServeFlags) -> None:
     fields = engine_fields(flags)
     from pagetier.engine.pull import resolve_model
     from pagetier.engine.server.engine_host import EngineOrder
+    from pagetier.engine.server.event_publisher import parse_events_config
     from pagetier.engine.server.serve import ServeOptions, bind
     from pagetier.engine.server.serve import serve as run
     from pagetier.engine.tokenizer import load_tokenizer
 
+    events = parse_events_config(flags.kv_events_config)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     names = tuple(flags.served_model_name or (flags.model,))
     listener = bind(flags.host, flags.port)  # a port in use is told before a model is loaded
@@ -72,6 +74,7 @@ def serve(flags: ServeFlags) -> None:
             engine_process=flags.engine_process,
             shutdown_timeout_s=flags.shutdown_timeout,
             seed=flags.seed,
+            kv_events=events,
         )
         start_s = time.monotonic()
         with Console(stderr=True).status(f"loading {flags.model}") as status:

@@ -46,6 +46,10 @@ NVME_FSYNC_HELP = (
 )
 
 
+KV_EVENTS_HELP = (
+    'KV events over ZMQ as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "", '
+    '"replay_endpoint": …, "buffer_steps": …, "hwm": …}; default endpoint: loopback only.'
+)
 PREEMPTION_HELP = (
     "How a preempted request gets its KV back: recompute, swap (through the KV tiers) or hybrid (what is cheaper here)."
 )
@@ -112,6 +116,9 @@ class ServeFlags:
     engine_process: Annotated[
         str, _option("--engine-process", panel=SERVER, text="auto and on: its own process; off: a thread.")
     ] = "auto"
+    kv_events_config: Annotated[
+        str | None, _option("--kv-events-config", panel=SERVER, text=KV_EVENTS_HELP, metavar="JSON")
+    ] = None
     shutdown_timeout: Annotated[
         float, _option("--shutdown-timeout", panel=SERVER, text="Seconds for running requests and queued puts.", min=0)
     ] = 10.0

@@ -23,6 +23,7 @@ from pagetier.engine.server.engine_client import EngineClient
 from pagetier.engine.server.engine_host import EngineHost, EngineOrder, ProcessHost, ThreadHost
 from pagetier.engine.server.engine_process import RUNNING_SHARE
 from pagetier.engine.server.errors import shutting_down
+from pagetier.engine.server.event_publisher import EventPublisher, KvEventsConfig
 from pagetier.engine.server.preparation import Preparer
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class ServeOptions:
     engine_process: str = "auto"
     shutdown_timeout_s: float = 10.0
     seed: int | None = None
+    kv_events: KvEventsConfig = KvEventsConfig()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,13 +96,17 @@ async def serve(
             text = await loading  # a thread cannot be cancelled; it is short
             if end.asked:
                 return
-            preparer = Preparer(text, lambda: client.ready, options.seed)
+            preparer, publisher = Preparer(text, lambda: client.ready, options.seed), None
             try:
                 metrics = ServerMetrics(options.model_names[0])
                 secrets = options.api_key, options.admin_token
                 service = Service(client, text, preparer, metrics, options.model_names, *secrets)
+                if options.kv_events.is_on:
+                    publisher = EventPublisher(options.kv_events, service.hub, client.ready.block_size)
                 await _answer(service, listener, options, started, end)
             finally:
+                if publisher is not None:
+                    await publisher.close()
                 preparer.close()
         finally:
             await client.close(end.left_s())

@@ -37,7 +37,7 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
     num_blocks = fields.pop("num_blocks", 64)
     identity = replace(IDENTITY, weights_version=fields.pop("weights_version", ""))
     tiers = tuple(name for name, key in (("nvme", "nvme_path"), ("redis", "redis_url")) if key in fields)
-    paths = {key: Path(fields.pop(key)) for key in ("nvme_path", "pins_path") if key in fields}
+    paths: dict[str, Any] = {key: Path(fields.pop(key)) for key in ("nvme_path", "pins_path") if key in fields}
     store_config = StoreConfig(tiers=tiers, nvme_size=16 << 20, nvme_allow_unsafe=True, **paths, **fields)
     blocks = LedgerBlocks(num_blocks, BLOCK_SIZE)
     runner = LedgerRunner(blocks, VOCAB_SIZE, {}, lazy=False)

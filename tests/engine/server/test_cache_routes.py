@@ -26,7 +26,7 @@ Hits = dict[str, int]
 
 @pytest.fixture
 def stack(tmp_path: Path, valkey: Valkey) -> Iterator[Stack]:  # noqa: F811
-    paths = {"nvme_path": str(tmp_path / "nvme"), "pins_path": str(tmp_path / "pins")}
+    paths: dict[str, Any] = {"nvme_path": str(tmp_path / "nvme"), "pins_path": str(tmp_path / "pins")}
     with running_stack(factory=FACTORY, redis_url=valkey.url, **paths) as running:
         yield running
 
