@@ -175,7 +175,9 @@ class TryingTier(Protocol):
     """What a tier adds whose put answers EXISTS without asking its medium (nvme)."""
 
     def try_write(self, deadline_s: float) -> BlockStatus:
-        """Write a little of no consequence and remove it: OK, ERROR or TIMEOUT. Never raises."""
+        """Write a little of no consequence and remove it: OK, DROPPED when there is no room to be had or nothing is
+        stored here, ERROR or TIMEOUT. Never raises.
+        """
 
 
 @runtime_checkable

@@ -19,17 +19,20 @@ from pagetier.kvstore.nvme.segment import SUFFIX
 log = logging.getLogger(__name__)
 
 NUM_WRITERS = 100
+BLOCK_BYTES = 4096  # what a small file or a new folder takes of the disk
 TEMPORARY = ".tmp"
 QUARANTINE = "quarantine"
+IDENTITIES = "identities"
 REPLACED = "the folder was removed or replaced"
 _LOCK_POLL_S = 0.002
-_BLOCK_BYTES = 512  # unit of st_blocks
+_STAT_BYTES = 512  # unit of st_blocks
 
 
 class Folder:
-    """PATH and the NN below it. `attach` and `detach` come from one thread at a time; the rest from any.
+    """PATH and the NN below it. `attach`, `add_writer` and `detach` come from one thread at a time; the rest from any.
 
-    Nothing here catches OSError unless it says so.
+    Nothing here catches OSError unless it says so. What takes disk blocks says so; its caller holds `room_lock` and
+    knows that the cap has room for them.
     """
 
     def __init__(self, files: Files, path: Path) -> None:
@@ -39,21 +42,33 @@ class Folder:
         self._lock_fd = -1
 
     def attach(self) -> None:
-        """Make PATH where it is missing and take the first NN that nobody writes. With 100 writers there already,
-        `writer` stays None: this process then only reads.
+        """Make PATH where it is missing and take the first NN there that nobody writes; `writer` stays None when all
+        are taken. Takes no blocks of a PATH that is there.
         """
         self._make_path()
-        self._files.make_folder(self.path / "identities")
+        for candidate in self.writers():
+            if self._take(candidate):
+                return
+
+    def add_writer(self) -> None:
+        """Make one more NN and take it. With 100 there already this process only reads. Takes a block."""
+        there = set(self.writers())
         for number in range(NUM_WRITERS):
             candidate = self.path / f"{number:02d}"
-            self._files.make_folder(candidate)
-            fd = self.try_lock(candidate)
-            if fd is not None:
-                self._lock_fd, self.writer = fd, candidate
-                if stat.S_IMODE(self._files.stat(candidate).st_mode) != 0o700:
-                    self._files.chmod(candidate, 0o700)
+            if candidate not in there:
+                self._files.make_folder(candidate)
+            if self._take(candidate):
                 return
         log.warning("%s: all %d writers are taken; this process reads and does not store", self.path, NUM_WRITERS)
+
+    def _take(self, candidate: Path) -> bool:
+        fd = self.try_lock(candidate)
+        if fd is None:
+            return False
+        self._lock_fd, self.writer = fd, candidate
+        if stat.S_IMODE(self._files.stat(candidate).st_mode) != 0o700:
+            self._files.chmod(candidate, 0o700)
+        return True
 
     def _make_path(self) -> None:
         """PATH and what lies above it, on the disk for good: a power cut would take all below a lost entry."""
@@ -110,24 +125,18 @@ class Folder:
 
     def writers(self) -> list[Path]:
         """Every NN there is, ascending; empty when PATH is gone."""
-        try:
-            names = self._files.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        return [self.path / name for name in sorted(names) if len(name) == 2 and name.isascii() and name.isdigit()]
+        names = sorted(self._names(self.path))
+        return [self.path / name for name in names if len(name) == 2 and name.isascii() and name.isdigit()]
 
     def segment_paths(self, writer: Path) -> list[Path]:
         """The segment files of an NN, oldest first; empty when it is gone."""
-        try:
-            names = self._files.listdir(writer)
-        except FileNotFoundError:
-            return []
-        return [writer / name for name in sorted(names) if _is_hex(name.removesuffix(SUFFIX), 16) and SUFFIX in name]
+        names = sorted(self._names(writer))
+        return [writer / name for name in names if _is_hex(name.removesuffix(SUFFIX), 16) and SUFFIX in name]
 
     def sweep(self) -> None:
-        """Remove what crashed creations left in our NN and in those without a writer. Only under `room_lock`."""
-        for folder in self.writers():
-            for name in self._files.listdir(folder):
+        """Remove what crashed creations left. Only under `room_lock`, under which all temporary files are made."""
+        for folder in (self.path / IDENTITIES, *self.writers()):
+            for name in self._names(folder):
                 if name.endswith(TEMPORARY):
                     with contextlib.suppress(OSError):
                         self._files.unlink(folder / name)
@@ -145,7 +154,7 @@ class Folder:
     def working_bytes(self) -> int:
         """The same without what is kept of damaged records, whose room is set aside."""
         total = self._blocks(self.path) + self._blocks(self.path / "lock")
-        for folder in (self.path / "identities", *self.writers()):
+        for folder in (self.path / IDENTITIES, *self.writers()):
             total += self._blocks(folder) + self._blocks_below(folder, without=QUARANTINE)
         return total
 
@@ -155,26 +164,28 @@ class Folder:
         return sum(self._blocks(folder) + self._blocks_below(folder) for folder in folders)
 
     def _blocks_below(self, folder: Path, without: str = "") -> int:
+        return sum(self._blocks(folder / name) for name in self._names(folder) if name != without)
+
+    def _names(self, folder: Path) -> list[str]:
         try:
-            names = self._files.listdir(folder)
+            return self._files.listdir(folder)
         except FileNotFoundError:
-            return 0
-        return sum(self._blocks(folder / name) for name in names if name != without)
+            return []
 
     def _blocks(self, path: Path) -> int:
         try:
-            return self._files.stat(path).st_blocks * _BLOCK_BYTES
+            return self._files.stat(path).st_blocks * _STAT_BYTES
         except FileNotFoundError:
             return 0
 
     def try_write(self) -> None:
-        """Write a page into our NN and remove it. Raises OSError when that cannot be done."""
+        """Write a page into our NN and remove it; takes a block for a moment. Raises OSError when that fails."""
         assert self.writer is not None, "no folder of our own"
         path = self.writer / f"try{TEMPORARY}"
         fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            self._files.allocate(fd, 4096)
-            write_full(self._files, fd, [bytes(4096)], 0)
+            self._files.allocate(fd, BLOCK_BYTES)
+            write_full(self._files, fd, [bytes(BLOCK_BYTES)], 0)
             self._files.sync(fd)
         finally:
             self._files.close(fd)
@@ -182,11 +193,10 @@ class Folder:
                 self._files.unlink(path)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
-        """Keep an encoded identity unless it is there already."""
-        final = self.path / "identities" / domain.hex()
-        with contextlib.suppress(FileNotFoundError):
-            if self._read_identity(final) == encoded:
-                return
+        """Keep an encoded identity. Takes its blocks, and one for the folder of identities."""
+        folder = self.path / IDENTITIES
+        self._files.make_folder(folder)
+        final = folder / domain.hex()
         partial = final.with_name(f"{final.name}.{os.getpid()}{TEMPORARY}")
         fd = self._files.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -195,13 +205,19 @@ class Folder:
             self._files.close(fd)
         self._files.rename(partial, final)
 
+    def has_identity(self, domain: bytes, encoded: bytes) -> bool:
+        """Whether this very identity is kept."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._read_identity(self.path / IDENTITIES / domain.hex()) == encoded
+        return False
+
     def identities(self) -> dict[bytes, bytes]:
         """Domain -> encoded identity of all that are stored."""
         found: dict[bytes, bytes] = {}
-        for name in self._files.listdir(self.path / "identities"):
+        for name in self._names(self.path / IDENTITIES):
             if _is_hex(name, 2 * KEY_BYTES):
                 with contextlib.suppress(FileNotFoundError):
-                    found[bytes.fromhex(name)] = self._read_identity(self.path / "identities" / name)
+                    found[bytes.fromhex(name)] = self._read_identity(self.path / IDENTITIES / name)
         return found
 
     def _read_identity(self, path: Path) -> bytes:

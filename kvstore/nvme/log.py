@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -54,7 +54,7 @@ _MAX_RECORDS = 256  # of one write operation: three buffers each stay below IOV_
 _HOT_BYTES = 32 << 20  # most that is held in memory while hot records move to a new segment
 _MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TRIM_S = 1.0  # that a start waits for another process that makes room
+ROOM_S = 1.0  # that a start or an identity waits for another process that makes room
 _MAX_LEFT_UNSYNCED = 2  # a process syncs a segment while it fills the next one
 MAX_QUARANTINE_BYTES = 8 << 20  # some twenty blocks of a 135M model
 MIN_QUARANTINE_BYTES = 16 << 10
@@ -84,7 +84,7 @@ class LogSettings:
 
     @property
     def slack_bytes(self) -> int:
-        """Kept free for what grows between two acts of making room: identities, folders, file system metadata."""
+        """Left free by a new segment for what needs little, seldom: identities, folders, file system metadata."""
         return min(128 << 10, max(16 << 10, round_up(self.capacity_bytes // 64)))
 
 
@@ -257,12 +257,34 @@ class SegmentLog:
         """Evict while PATH takes more than its cap, as after a power cut that brought back what was evicted. For the
         start, with no segment open. Raises OSError.
         """
-        if self._folder.physical_bytes() <= self._settings.capacity_bytes:
-            return
-        with self._folder.room_lock(self._files.now_s() + _TRIM_S) as held, self._catalog.lock:
-            while held and self._folder.physical_bytes() > self._settings.capacity_bytes:
+        if self._taken_bytes() > self._settings.capacity_bytes:
+            with self.room(0, self._files.now_s() + ROOM_S):
+                pass
+
+    @contextlib.contextmanager
+    def room(self, nbytes: int, deadline_s: float) -> Iterator[bool]:
+        """Hold PATH/lock with room for that many bytes below the cap, for which closed segments go if need be; False
+        when there is none to be had or the deadline passed first. Under the tier's write lock.
+
+        Whatever takes blocks of PATH besides segments asks here: nobody knows how much of the slack is left. After a
+        power cut that brought back evicted segments it may be none.
+        """
+        with self._folder.room_lock(deadline_s) as held:
+            yield held and self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        with self._catalog.lock:
+            if self._taken_bytes() + nbytes > self._settings.capacity_bytes:
+                self._folder.sweep()
+                self._catalog.refresh()
+            while self._taken_bytes() + nbytes > self._settings.capacity_bytes:
                 if not self._evict(0, []):
-                    return
+                    return False
+            return True
+
+    def _taken_bytes(self) -> int:
+        """Disk blocks of PATH, with the whole of what is set aside for damaged records."""
+        return self._folder.working_bytes() + max(self._folder.quarantined_bytes(), self._settings.quarantine_bytes)
 
     def _create(self, size: int, hot: list[Pending], limit: int) -> Segment:
         while True:
@@ -306,7 +328,7 @@ class SegmentLog:
     def _evict(self, room: int, hot: list[Pending]) -> bool:
         """Remove the coldest segment that may go, its hot records first copied into `hot`; False when there is none.
 
-        Called with no segment open. Coldest by its middle record: a few hot ones move on and do not hold up the rest.
+        The open one stays. Coldest by its middle record: a few hot ones move on and do not hold up the rest.
         Of equally cold ones the latest goes: it holds the tails of chains.
         """
         ticks = self._index.segment_ticks()
@@ -318,6 +340,8 @@ class SegmentLog:
                 ranked.append((tick, -int(path.stem, 16), path, segment))
         ranked.sort(key=lambda entry: entry[:3])
         for _, _, path, segment in ranked:
+            if segment is not None and segment is self._open:
+                continue
             if path.parent == self._folder.writer or (segment is not None and segment.closed):
                 return self._remove(path, segment, room, hot)
             if (fd := self._folder.try_lock(path.parent)) is not None:  # its writer is gone

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import Files, close_quietly, read_bytes, write_full
-from pagetier.kvstore.nvme.folder import Folder
+from pagetier.kvstore.nvme.folder import BLOCK_BYTES, Folder
 from pagetier.kvstore.nvme.handles import Handles, Segment
 from pagetier.kvstore.nvme.index import Place, RecordIndex
 from pagetier.kvstore.nvme.segment import QUARANTINED
@@ -86,7 +86,8 @@ class Quarantine:
     def _keep(self, condemned: _Condemned, max_bytes: int, capacity_bytes: int) -> None:
         segment, place = condemned.segment, condemned.place
         nbytes = place.end - place.offset
-        if not self._make_room(nbytes, max_bytes) or self._folder.physical_bytes() + nbytes > capacity_bytes:
+        most_bytes = nbytes + BLOCK_BYTES  # with a folder for it
+        if not self._make_room(nbytes, max_bytes) or self._folder.physical_bytes() + most_bytes > capacity_bytes:
             return
         try:
             fd, handle = self._handles.acquire(segment)
@@ -109,8 +110,7 @@ class Quarantine:
 
     def _make_room(self, nbytes: int, max_bytes: int) -> bool:
         """Let the oldest kept records of our NN go until one more fits; whether it does."""
-        folder_bytes = 4096
-        while self._folder.quarantined_bytes() + nbytes + folder_bytes > max_bytes:
+        while self._folder.quarantined_bytes() + nbytes + BLOCK_BYTES > max_bytes:
             kept = self._kept()
             if not kept:
                 return False

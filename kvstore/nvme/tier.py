@@ -7,6 +7,7 @@ writers do and finds the disk again after it was gone; it sleeps unless there ar
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -18,11 +19,11 @@ from pagetier.kvstore.block import KEY_BYTES, Address, BlockName, BlockStatus, P
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
-from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
+from pagetier.kvstore.nvme.folder import BLOCK_BYTES, TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles
 from pagetier.kvstore.nvme.index import RecordIndex
 from pagetier.kvstore.nvme.listing import Listing
-from pagetier.kvstore.nvme.log import LogSettings, Pending, SegmentLog
+from pagetier.kvstore.nvme.log import ROOM_S, LogSettings, Pending, SegmentLog
 from pagetier.kvstore.nvme.quarantine import Quarantine
 from pagetier.kvstore.nvme.reader import Reader, Wanted
 from pagetier.kvstore.nvme.scrub import Scrubber
@@ -87,7 +88,8 @@ class NvmeTier:
         self._attached = False  # guarded by self._write_lock for changes
         self._down = ""  # guarded by self._write_lock; why the tier is not attached
         self._write_errors = 0  # guarded by self._write_lock
-        self._identities: dict[bytes, bytes] = {}  # what this process wants kept
+        self._identities: dict[bytes, bytes] = {}  # guarded by self._write_lock; what this process wants kept
+        self._unkept: dict[bytes, None] = {}  # guarded by self._write_lock; those that may not be there yet
         self._tags: dict[Part, bytes] = {}
         self._closed = False
         self._wake = threading.Event()
@@ -112,15 +114,12 @@ class NvmeTier:
             return False
         try:
             self._folder.attach()
-            direct = self._io != "buffered" and self._probe_direct()
-            if self._io == "direct" and not direct and self._folder.writer is not None:
-                raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
-            self._log.direct = self._reader.direct = self._scrubber.direct = direct
             self._log.recover(self._catalog.refresh())
             self._quarantine.trim(self._settings.quarantine_bytes)
             self._log.trim()
-            for domain, encoded in self._identities.items():
-                self._folder.put_identity(domain, encoded)
+            self._settle_in()
+            self._unkept = dict.fromkeys(self._identities)
+            self._keep_identities(self._files.now_s() + ROOM_S)
         except OSError as error:
             self._detach(str(error))
             return False
@@ -132,6 +131,21 @@ class NvmeTier:
             log.warning("nvme tier at %s is back", self.path)
         self._attached, self._down = True, ""
         return True
+
+    def _settle_in(self) -> None:
+        """Have a folder to write to, and find out about direct I/O. Raises OSError, ConfigError."""
+        if self._folder.writer is None or self._io != "buffered":
+            with self._log.room(2 * BLOCK_BYTES, self._files.now_s() + ROOM_S) as has_room:
+                if not has_room:
+                    raise OSError(errno.EDQUOT, "no room for a start was to be had in time", str(self.path))
+                if self._folder.writer is None:
+                    self._folder.add_writer()
+                direct = self._io != "buffered" and self._probe_direct()
+        else:
+            direct = False
+        if self._io == "direct" and not direct and self._folder.writer is not None:
+            raise ConfigError(f"--kv-nvme-io direct: the file system of {self.path} has no direct I/O; use auto")
+        self._log.direct = self._reader.direct = self._scrubber.direct = direct
 
     def _detach(self, reason: str) -> None:
         if not self._down:
@@ -294,6 +308,7 @@ class NvmeTier:
         if not self._ensure_attached():
             self._write_errors += 1
             return
+        self._try_keep_identities(deadline_s)
         seen: set[bytes] = set()
         fresh: list[tuple[int, Pending]] = []
         for i, record in todo:
@@ -328,7 +343,12 @@ class NvmeTier:
         try:
             if not self._ensure_attached():
                 return BlockStatus.ERROR
-            self._folder.try_write()
+            if self._folder.writer is None:
+                return BlockStatus.DROPPED
+            with self._log.room(BLOCK_BYTES, deadline_s) as has_room:
+                if not has_room:
+                    return BlockStatus.TIMEOUT if self._files.now_s() >= deadline_s else BlockStatus.DROPPED
+                self._folder.try_write()
         except OSError as error:
             self._write_errors += 1
             log.warning("nvme tier at %s cannot write yet (%s)", self.path, error)
@@ -394,13 +414,29 @@ class NvmeTier:
             self._on_removed([address[:KEY_BYTES] for address in gone])
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
-        """As in `Tier`. One that cannot be written now is written when the folder is back."""
-        self._identities[domain] = encoded
-        if self._attached:
-            try:
-                self._folder.put_identity(domain, encoded)
-            except OSError as error:
-                log.warning("nvme tier at %s could not keep an identity (%s)", self.path, error)
+        """As in `Tier`. One that cannot be written now is written before the next put, or when the folder is back."""
+        with self._write_lock:
+            self._identities[domain] = encoded
+            self._unkept[domain] = None
+            if self._attached:
+                self._try_keep_identities(self._files.now_s() + ROOM_S)
+
+    def _try_keep_identities(self, deadline_s: float) -> None:
+        try:
+            self._keep_identities(deadline_s)
+        except OSError as error:
+            log.warning("nvme tier at %s could not keep an identity (%s)", self.path, error)
+
+    def _keep_identities(self, deadline_s: float) -> None:
+        """Write what this process wants kept and is not there; under the write lock. Raises OSError."""
+        for domain in list(self._unkept):
+            encoded = self._identities[domain]
+            if not self._folder.has_identity(domain, encoded):
+                with self._log.room(round_up(len(encoded)) + BLOCK_BYTES, deadline_s) as has_room:
+                    if not has_room:
+                        return
+                    self._folder.put_identity(domain, encoded)
+            del self._unkept[domain]
 
     def identities(self) -> dict[bytes, bytes]:
         """As in `Tier`."""

@@ -60,6 +60,8 @@ def nvme_medium(path: Path) -> Medium:
     def plant(address: Address, header: bytes, payload: bytes) -> None:
         folder = Folder(Files(), path)
         folder.attach()
+        if folder.writer is None:
+            folder.add_writer()
         assert folder.writer is not None
         (folder.writer / f"{1:016x}.seg").write_bytes(closed_segment(address, header, payload))
         folder.detach()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.nvme.crash_fs import CrashFS, Killed
 from pagetier.kvstore.nvme.disk import BLOCK_BYTES, Disk
 from pagetier.kvstore.nvme.fault_fs import FaultFS, os_error
@@ -158,6 +159,84 @@ def test_what_a_failed_creation_leaves_is_counted(nth: int) -> None:
     files.well()
     assert put(tier, 30) == [OK] * 6
     tier.check()
+
+
+def watched(disk: Disk) -> CrashFS:
+    files = CrashFS(disk)
+
+    def check(op: str) -> None:
+        assert used_bytes(disk) <= CAPACITY, f"over the cap before {op}"
+
+    files.on_operation = check
+    return files
+
+
+def filled(free_blocks: int) -> Disk:
+    """PATH with closed segments up to that much below its cap, as a power cut may leave it: all of them live."""
+    disk = Disk()
+    with opened(disk) as tier:
+        for seed in range(30):
+            put(tier, seed)
+    filler = disk.make(str(PATH / "00" / f"{1:016x}.seg"), stat.S_IFREG | 0o600)
+    disk.allocate(filler, CAPACITY - used_bytes(disk) - free_blocks * BLOCK_BYTES)
+    assert used_bytes(disk) == CAPACITY - free_blocks * BLOCK_BYTES
+    return disk
+
+
+@pytest.mark.parametrize("free_blocks", range(5))
+@pytest.mark.parametrize("what", ["identities", "writers", "tries", "damage"])
+def test_what_takes_room_besides_segments_makes_it_first(what: str, free_blocks: int) -> None:
+    """Nothing leans on the slack that a new segment leaves: after a power cut there may be none."""
+    disk = filled(free_blocks)
+    settings: dict[str, Any] = {"io": "buffered", "segment_bytes": SEGMENT, "refresh_s": 0}
+    tiers = [NvmeTier(PATH, CAPACITY, DOMAIN, files=watched(disk), **settings)]
+    blocks = tiers[0].counters().blocks
+    disk.allocate(disk.at(str(PATH / "00" / "lock")), CAPACITY - used_bytes(disk) - free_blocks * BLOCK_BYTES)
+    if what == "identities":
+        for number in range(20):
+            tiers[0].put_identity(bytes([number]) * 32, bytes(5000))
+        assert len(tiers[0].identities()) == 20
+    elif what == "writers":
+        tiers += [NvmeTier(PATH, CAPACITY, DOMAIN, files=watched(disk), **settings) for _ in range(8)]
+        assert tiers[-1]._folder.writer == PATH / "08"
+    elif what == "tries":
+        assert tiers[0].try_write(NO_DEADLINE_S) is OK
+    else:
+        tiers[0].quarantine([Address(name.key, PART) for name in chain(6, 29)], "a test")
+        tiers[0].refresh()
+    assert used_bytes(disk) <= CAPACITY
+    assert tiers[0].counters().blocks > blocks // 3, "no more goes than has to"
+    assert put(tiers[0], 31) == [OK] * 6
+    for tier in tiers:
+        tier.check()
+        tier.close()
+
+
+def test_identities_that_found_no_room_are_written_with_the_next_put() -> None:
+    disk = Disk()
+    tier, other = opened(disk), CrashFS(disk)
+    put(tier, 1, 1)  # makes what holds the lock below
+    fd = other.open(PATH / "lock", os.O_RDWR)
+    assert other.lock(fd)  # somebody makes room, for long
+    tier.put_identity(DOMAIN, b"identity")
+    assert not tier.identities()
+    other.close(fd)
+    put(tier, 2, 1)
+    assert tier.identities() == {DOMAIN: b"identity"}
+
+
+def test_a_killed_write_of_an_identity_leaves_nothing_for_long() -> None:
+    disk = Disk()
+    killed = opened(disk)
+    files = killed._files
+    assert isinstance(files, CrashFS)
+    files.dies_after = 3
+    with pytest.raises(Killed):
+        killed.put_identity(DOMAIN, b"identity")
+    assert any(path.suffix == ".tmp" for path in disk.paths_below(PATH))
+    with opened(disk) as tier:
+        put(tier, 1)
+        assert not any(path.suffix == ".tmp" for path in disk.paths_below(PATH))
 
 
 def test_an_empty_segment_gives_its_blocks_back_whoever_has_it_open() -> None:

@@ -413,8 +413,11 @@ def test_the_hundred_and_first_writer_reads_only(tmp_path: Path, caplog: pytest.
     others = [Folder(Files(), tmp_path) for _ in range(100)]
     for folder in others:
         folder.attach()
+        if folder.writer is None:
+            folder.add_writer()
     with caplog.at_level(logging.WARNING), opened(tmp_path) as tier:
         assert put(tier, chain(2)) == [DROPPED] * 2
+        assert tier.try_write(soon()) is DROPPED
         assert tier.lookup(addresses(chain(2)), soon()) == 0
     assert "100 writers are taken" in caplog.text
     for folder in others:
