@@ -24,6 +24,7 @@ from pagetier.engine.diff_identity import diff_identity
 from pagetier.engine.requirements import require_engine
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.serve_flags import CPU_KERNELS_HELP, THREADS_HELP, ServeFlags, engine_fields
+from pagetier.kvstore.cli.asked import TextModel
 from pagetier.kvstore.config import StoreConfig, default_redis_url, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
@@ -41,6 +42,15 @@ def add_commands(app: typer.Typer) -> None:
     app.command("demo")(demo)
     app.command("pull")(pull)
     app.command("diff-identity")(diff_identity)
+
+
+def load_text_model(name: str) -> TextModel:
+    """A model's tokenizer, for commands that read text without a server. Raises ConfigError."""
+    require_engine("--model")
+    from pagetier.engine.pull import resolve_model
+    from pagetier.engine.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve_model(name, progress=True))
 
 
 def serve(flags: ServeFlags) -> None:

@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
 
-from pagetier.kvstore import places
 from pagetier.kvstore.block import KEY_BYTES
 from pagetier.kvstore.checked import Checked, Verdict
 from pagetier.kvstore.cli.options import JsonOption, MacKeyOption, NvmeOption, RedisOption
-from pagetier.kvstore.config import EMBEDDED, URL_SCHEMES, format_size, without_login
+from pagetier.kvstore.cli.sources import redis_address
+from pagetier.kvstore.config import format_size, without_login
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.mac import load_mac_key
 from pagetier.kvstore.nvme.verify import FolderAudit
-from pagetier.kvstore.redis.rendezvous import Rendezvous
 from pagetier.kvstore.redis.tier import RedisTier
 
 MAX_FINDINGS = 100  # shown; all are counted
@@ -117,19 +116,13 @@ def _of_folder(path: Path, key: bytes | None, repair: bool) -> Report:
 
 
 def _of_redis(url: str, key: bytes | None, repair: bool) -> Report:
-    if url != EMBEDDED and not url.startswith(URL_SCHEMES):
-        raise ConfigError.bad_value("--redis", without_login(url), f"{', '.join(URL_SCHEMES)} or {EMBEDDED}")
     report = Report(without_login(url))
-    with contextlib.closing(RedisTier(_address(url), bytes(KEY_BYTES))) as tier:
+    with contextlib.closing(RedisTier(redis_address(url), bytes(KEY_BYTES))) as tier:
         audit = tier.audit()
         for checked in _shown(audit.check(key, repair=repair), audit.num_names()):
             report.add(checked)
         report.num_repaired = audit.num_removed
     return report
-
-
-def _address(url: str) -> str:
-    return Rendezvous(places.redis_dir()).url if url == EMBEDDED else url
 
 
 def _shown(records: Iterator[Checked], total: int) -> Iterator[Checked]:

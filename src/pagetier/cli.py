@@ -14,6 +14,7 @@ import typer
 from pagetier import __version__
 from pagetier.benchmarks.cli import bench
 from pagetier.engine.cli import add_commands as add_engine_commands
+from pagetier.engine.cli import load_text_model
 from pagetier.kvstore.cli import add_commands as add_store_commands
 from pagetier.kvstore.errors import ConfigError, PagetierError
 
@@ -46,7 +47,7 @@ def _common(
 
 
 add_engine_commands(app)
-add_store_commands(app)
+add_store_commands(app, load_text_model)
 app.command("bench")(bench)
 
 
