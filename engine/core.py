@@ -66,6 +66,7 @@ class EngineCore:
             block_size=config.block_size,
             block_nbytes=block_nbytes,
             hash_=hash_named(hash_name),
+            prefill_s=runner.prefill_s,
         )
         cost = RestoreCost(runner.prefill_s)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost)

@@ -15,10 +15,12 @@ from typing import Any
 
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
+from pagetier.engine.restore_cost import PrefillSeconds
 from pagetier.kvstore.admin import Admin, BlockInfo
 from pagetier.kvstore.block import KEY_BYTES, BlockName
 from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.keys import Hash, chain_names, unpack_tokens
+from pagetier.kvstore.measure import TierSpeed
 from pagetier.kvstore.prefixes import Prefix, hottest
 
 logger = logging.getLogger(__name__)
@@ -55,9 +57,12 @@ class Inspection:
         block_size: int,
         block_nbytes: int,
         hash_: Hash,
+        prefill_s: PrefillSeconds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """admin: None where there are no lower tiers. clock: the index's."""
+        """admin: None where there are no lower tiers. prefill_s: the runner's model of its own prefills, None where it
+        has none. clock: the index's."""
+        self._prefill_s = prefill_s
         self._index, self._pool, self._admin = index, pool, admin
         self._block_size, self._block_nbytes, self._hash, self._clock = block_size, block_nbytes, hash_, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagetier-inspect")
@@ -69,6 +74,7 @@ class Inspection:
             "unpin": self._unpin,
             "pins": self._pins,
             "purge": self._purge,
+            "doctor": self._doctor,
         }
 
     def ask(self, verb: str, fields: Mapping[str, Any], report: Report) -> None:
@@ -208,6 +214,32 @@ class Inspection:
             return {"removed": removed | result.removed, "errors": dict(result.errors)}
 
         return finish
+
+    def _doctor(self, fields: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        sizes = [self._block_size << i for i in range(16)]
+        prefills = {} if self._prefill_s is None else {n: self._prefill_s(n, 0) for n in sizes}
+        computed = {n: seconds for n, seconds in prefills.items() if seconds is not None}
+
+        def finish() -> dict[str, Any]:
+            measured = {} if self._admin is None else self._admin.measure()
+            return {
+                "block_size": self._block_size,
+                "block_bytes": self._block_nbytes,
+                "prefill_s": [[n, seconds] for n, seconds in computed.items()],
+                "tiers": {name: self._judged(speed, computed) for name, speed in measured.items()},
+            }
+
+        return finish
+
+    def _judged(self, speed: TierSpeed, computed: Mapping[int, float]) -> dict[str, Any]:
+        """A tier's speed, and from how many tokens on a load from it is faster than computing them: None when it never
+        is, or is not known."""
+        faster = [
+            n
+            for n, seconds in computed.items()
+            if (load_s := speed.load_s(n // self._block_size * self._block_nbytes)) is not None and load_s < seconds
+        ]
+        return speed.as_dict() | {"break_even_tokens": min(faster, default=None)}
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from pagetier.kvstore.block import Address, BlockName, Part
 from pagetier.kvstore.book import Entry, Use
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.keeper import RENEW_S, Kept, PinKeeper, bare
+from pagetier.kvstore.measure import TierSpeed, measure_tier
 from pagetier.kvstore.pins import Pin, PinFile, expiry
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.prefixes import Prefix, hottest
@@ -117,6 +118,9 @@ class Admin(Protocol):
     def pins(self) -> list[PinInfo]:
         """The pins of the store's domain."""
 
+    def measure(self) -> dict[str, TierSpeed]:
+        """How fast each tier is now."""
+
     def purge(
         self,
         *,
@@ -143,6 +147,7 @@ class StoreAdmin:
         purged: Callable[[], None],
     ) -> None:
         self._ports, self._part, self._domain = tuple(ports), part, domain
+        self._payload_bytes = payload_bytes
         self._book, self._events, self._purged = watch.book, watch.events, purged
         self._lock = threading.Lock()
         self._keeper = PinKeeper(self._ports, part, payload_bytes)  # guarded by self._lock, as all below
@@ -193,6 +198,15 @@ class StoreAdmin:
             held = {kept.pin.pin_id: kept.held for kept in self._kept}
             pins = [] if self._file is None else self._own(self._file.read())
         return [PinInfo(pin, dict(held.get(pin.pin_id, {}))) for pin in pins]
+
+    def measure(self) -> dict[str, TierSpeed]:
+        """How fast each tier is now, by name; one that is held back by its breaker is not asked."""
+        return {
+            port.name: measure_tier(bare(port.tier), self._part, self._payload_bytes)
+            if port.reads.would_allow() and port.writes.would_allow()
+            else TierSpeed(fault="its breaker is open")
+            for port in self._ports
+        }
 
     # -- changes -------------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,11 @@ from pagetier.engine.server.guards import check_admin, check_key, read_body
 from pagetier.engine.server.preparation import Preparer
 from pagetier.engine.tokenizer import Tokenizer
 from pagetier.kvstore.errors import ConfigError, PagetierError
+from pagetier.kvstore.identity import CacheIdentity
 
 ASK_TIMEOUT_S = 15.0
 PURGE_TIMEOUT_S = 60.0
+DOCTOR_TIMEOUT_S = 60.0
 TOP_TOKENS = 64  # of a prefix, that are shown as text
 EVENT_PING_S = 15.0
 
@@ -122,6 +124,17 @@ def _add_questions(app: FastAPI, desk: CacheDesk) -> None:
         for prefix in told["prefixes"]:
             _add_text(desk, prefix)
         return JSONResponse({"domain": desk.client.ready.domain.hex(), **told})
+
+    @app.get("/doctor")
+    async def doctor(request: Request) -> Response:
+        """How fast each tier is now, and what its counters say; a few blocks are written and removed for that."""
+        desk.check_admin(request)
+        told = await desk.ask("doctor", {}, DOCTOR_TIMEOUT_S)
+        stats = await desk.client.stats(ASK_TIMEOUT_S)
+        ready = desk.client.ready
+        tiers = {name: {**stats["tiers"].get(name, {}), **told["tiers"].get(name, {})} for name in ready.tiers}
+        identity = CacheIdentity.decode(ready.identity).as_dict()
+        return JSONResponse({"domain": ready.domain.hex(), "identity": identity, **told, "tiers": tiers})
 
     @app.get("/pins")
     async def pins(request: Request) -> Response:

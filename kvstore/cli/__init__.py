@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from pagetier.kvstore.cli.asked import LoadTextModel
+from pagetier.kvstore.cli.doctor import doctor
 from pagetier.kvstore.cli.events import events
 from pagetier.kvstore.cli.pins import make_purge, pin, unpin
 from pagetier.kvstore.cli.query import make_query, make_top
@@ -22,3 +23,4 @@ def add_commands(app: typer.Typer, load: LoadTextModel) -> None:
     app.command("purge")(make_purge(load))
     app.command("events")(events)
     app.command("verify")(verify)
+    app.command("doctor")(doctor)

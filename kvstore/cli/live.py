@@ -35,9 +35,11 @@ class LiveServer:
         """The address as it may be shown."""
         return without_login(self.url)
 
-    def get(self, path: str, *, admin: bool = False, **params: str | int | float) -> dict[str, Any]:
+    def get(
+        self, path: str, *, admin: bool = False, timeout_s: float = TIMEOUT_S, **params: str | int | float
+    ) -> dict[str, Any]:
         """The JSON object at a path."""
-        return self._object(path, lambda: self._ask("GET", path, admin=admin, params=params))
+        return self._object(path, lambda: self._ask("GET", path, admin=admin, params=params, timeout=timeout_s))
 
     def post(
         self, path: str, body: Mapping[str, Any], *, admin: bool = False, timeout_s: float = TIMEOUT_S

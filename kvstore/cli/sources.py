@@ -80,7 +80,7 @@ class Reader:
         names = [] if asked.keys is not None else self._names(asked)
         keys = list(asked.keys) if asked.keys is not None else [name.key for name in names]
         infos = self.place.blocks(self.domain, keys)
-        named = names or [info.name for info in infos]
+        named: list[BlockName | None] = [*names] or [info.name for info in infos]
         blocks = [
             _told(BlockInfo(info.key, info.tiers, info.nbytes, name, info.age_s)) | {"text": self._text(name)}
             for info, name in zip(infos, named, strict=True)

@@ -153,6 +153,7 @@ class DoubleCore:
             "query": {"num_tokens": len(fields.get("tokens", b"")) // 4, "hit_tokens": 0, "blocks": []},
             "query_keys": {"num_tokens": 0, "hit_tokens": 0, "blocks": []},
             "top": {"prefixes": []},
+            "doctor": {"tiers": {}, "prefill_s": [], "block_size": BLOCK_SIZE, "block_bytes": 64},
             "purge": {"removed": {"device": 0}, "errors": {}},
         }
         if fields.get("tiers") == ["nowhere"]:

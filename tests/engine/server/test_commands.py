@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pagetier.cli import main
+from pagetier.kvstore.cli.doctor import diagnose
 from pagetier.kvstore.cli.query import make_query
 from pagetier.kvstore.cli.sources import opened_place, reader_of
 from tests.engine.server.cached_engine import FACTORY
@@ -188,6 +189,69 @@ def test_events_are_lines(stack: Stack, run: Run, monkeypatch: pytest.MonkeyPatc
     assert ran.code == 0
     lines = ran.out.splitlines()
     assert len(lines) == 2 and "device  stored   4 blocks, tokens 0-15" in lines[0]
+
+
+def test_doctor_measures_each_tier_and_leaves_nothing(stack: Stack, run: Run, left: Path) -> None:
+    complete(stack, A)
+    before = stack.stats()["tiers"]
+    ran = run("doctor", "--url", stack.url, "--json")
+    assert ran.code == 0, ran.out
+    told = ran.json["tiers"]
+    assert list(told) == ["nvme", "redis"] and ran.json["domain"] == DOMAIN.hex()
+    for tier in told.values():
+        assert tier["fit"] and all(tier[name] > 0 for name in ("lookup_s", "block_s", "read_bytes_per_s"))
+    assert "not known from which length on it pays" in told["nvme"]["advice"][0]
+    assert stack.stats()["tiers"]["nvme"]["blocks"] == before["nvme"]["blocks"] == 4
+    text = run("doctor", "--url", stack.url).out
+    assert lines_with(text, "nvme", " ms", "/s", "fit") and lines_with(text, "redis", " ms", "/s", "fit")
+
+
+def test_doctor_of_a_server_without_tiers_says_how_to_get_some(run: Run) -> None:
+    with running_stack(factory=FACTORY) as stack:
+        assert "start the server with --kv-tier nvme,redis" in run("doctor", "--url", stack.url).out
+
+
+def test_doctor_looks_at_a_folder_and_a_redis_alone(
+    stack: Stack,
+    run: Run,
+    left: Path,
+    valkey: Valkey,  # noqa: F811
+) -> None:
+    complete(stack, A)
+    before = sorted(left.rglob("*"))
+    told = run("doctor", "--nvme", str(left), "--json").json
+    assert told["domains"] == [DOMAIN.hex()] and told["tiers"]["nvme"]["blocks"] == 4
+    assert told["tiers"]["nvme"]["read_bytes_per_s"] > 0 and sorted(left.rglob("*")) == before
+    ran = run("doctor", "--redis", valkey.url, "--json")
+    assert ran.code == 0 and ran.json["domains"] == [DOMAIN.hex()]
+    assert len(valkey.client().keys("pgt1:*:{*")) == 4
+    gone = run("doctor", "--redis", "redis://127.0.0.1:9")
+    assert gone.code == 1 and "redis is unfit: it could not be measured" in gone.out
+
+
+FIGURES: dict[str, Any] = {
+    **{"breaker": "closed", "fault": "", "break_even_tokens": 64, "corrupt": 0, "errors": 0, "lookup_s": 0.001},
+    **{"capacity_bytes": 1000, "bytes": 10, "evictions": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_fit", "words"),
+    [
+        ({}, True, ""),
+        ({"breaker": "open"}, False, "its breaker is open"),
+        ({"fault": "a write answered error"}, False, "could not be measured: a write answered error"),
+        ({"break_even_tokens": None}, False, "longer than computing at any length"),
+        ({"corrupt": 2}, True, "2 entries did not verify: run pagetier verify"),
+        ({"errors": 3}, True, "3 operations failed"),
+        ({"lookup_s": 0.2}, True, "is it far away?"),
+        ({"bytes": 990, "evictions": 5}, True, "raise --kv-nvme-size"),
+    ],
+)
+def test_what_figures_mean_is_said_in_words(changed: dict[str, Any], is_fit: bool, words: str) -> None:
+    one = diagnose("nvme", FIGURES | changed, [[64, 0.1]])
+    assert (not one.faults) is is_fit
+    assert words in " ".join([*one.faults, *one.advice])
 
 
 @pytest.mark.parametrize(
