@@ -2,6 +2,7 @@
 
 Tiers are read side by side, each by its own threads. A block that a tier fails is tried in the next tier that has it
 while time is left. At the deadline the completed blocks count, and a thread that still writes is waited for separately.
+A block that another load of the store is reading, or has just read, is copied from there (flights.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.executor import Task
+from pagetier.kvstore.flights import FlightKey, Flights, Loan, copy_block
 from pagetier.kvstore.job import LoadDone, LoadQuiesced
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.tier import BlockRead
@@ -39,11 +42,20 @@ Report = Callable[[LoadDone | LoadQuiesced], None]
 Promote = Callable[[int, Sequence[BlockRead]], None]  # (port they came from, blocks now in their destinations)
 
 
-class Load:
-    """The state of a load, advanced by the threads of the tiers.
+class Passenger(NamedTuple):
+    """Block `i` of `load`, to be read from port number `port`, which waits for another load that reads it."""
 
-    Invariants: a block is open, waiting for one port, being read in one piece, or final; no destination is written
-    after the job quiesced; LoadDone is reported once, LoadQuiesced only after a LoadDone that was not quiesced.
+    load: Load
+    i: int
+    port: int
+
+
+class Load:
+    """The state of a load, advanced by the threads of the tiers. Implements `flights.Leader`.
+
+    Invariants: a block is open, waiting for one port, being read in one piece, a passenger of another load, or final;
+    no destination is written after the job quiesced; LoadDone is reported once, LoadQuiesced only after a LoadDone that
+    was not quiesced. No lock of a load is taken inside that of another.
     """
 
     def __init__(
@@ -53,8 +65,11 @@ class Load:
         clock: Callable[[], float],
         report: Report,
         promote: Promote,
+        flights: Flights[Passenger],
     ) -> None:
         self.request = request
+        self._flights = flights
+        self._led: list[FlightKey] = []  # guarded by self._lock; what it has begun to read
         self._ports, self._clock, self._report, self._promote = ports, clock, report, promote
         num_blocks = len(request.names)
         self._lock = threading.Lock()
@@ -65,7 +80,7 @@ class Load:
         self._served: list[str | None] = [None] * num_blocks
         self._waiting: list[deque[int]] = [deque() for _ in ports]
         self._lanes = [0] * len(ports)  # tasks that take pieces from that port's queue
-        self._num_open, self._num_reading = num_blocks, 0
+        self._num_open, self._num_reading = num_blocks, 0  # num_reading: pieces, copies from others, loans to others
         self._is_reported = self._is_quiesced = False
         self.begun_s = clock()
         self.ended_s = 0.0  # set before it is reported
@@ -92,7 +107,19 @@ class Load:
             for waiting in self._waiting:
                 waiting.clear()
             self._num_open = 0
-            self._finish()
+            left = self._finish()
+        for passenger in left:
+            passenger.load._retry(passenger.i, passenger.port)
+
+    def lend(self) -> bool:
+        with self._lock:
+            self._num_reading += not self._is_reported
+            return not self._is_reported
+
+    def take_back(self) -> None:
+        with self._lock:
+            self._num_reading -= 1
+            self._settle()
 
     def _route(self, i: int, first_port: int) -> None:
         """Give block i to the first port from `first_port` on that may have it, or make it final. Needs the lock."""
@@ -131,13 +158,16 @@ class Load:
         """Second phase: read it. The lane queues again behind other loads, which keeps them fair."""
         port = self._ports[index]
         request = self.request
+        piece = [i for i in piece if not self._shares(i, index)]
         reads = [BlockRead(request.names[i], request.part, request.destinations[i], request.domain) for i in piece]
-        statuses = port.get(reads, self.request.deadline_s)
+        statuses = port.get(reads, self.request.deadline_s) if reads else []
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
         if loaded:
             port.probe_writes(loaded[0], request.deadline_s)
         if index and loaded:
             self._promote(index, loaded)
+        for i, status in zip(piece, statuses, strict=True):
+            self._land(i, port.name if status is BlockStatus.OK else None)
         with self._lock:
             self._num_reading -= 1
             self._lanes[index] -= 1
@@ -151,18 +181,68 @@ class Load:
                 self._open_lanes(index)
             self._settle()
 
+    def _shares(self, i: int, index: int) -> bool:
+        """Whether block i need not be read, because another load reads it or lends it; else this one leads it."""
+        key = self._flight_key(i)
+        with self._lock:
+            if self._is_reported:
+                return False
+            found = self._flights.join(key, self, Passenger(self, i, index))
+            if found is None:
+                self._led.append(key)
+        if isinstance(found, Loan):
+            if not found.leader.lend():
+                return False
+            self._copy(i, found)
+            found.leader.take_back()
+            self._flights.count_loan()
+        return found is not None
+
+    def _land(self, i: int, tier: str | None) -> None:
+        """Block i was read from `tier`, or was not: see to the loads that waited for it."""
+        source = self.request.destinations[i]
+        loan = None if tier is None else Loan(self, source, tier)
+        for load, theirs, index in self._flights.land(self._flight_key(i), self, loan):
+            if loan is None:
+                load._retry(theirs, index)
+            else:
+                load._copy(theirs, loan)
+
+    def _copy(self, i: int, loan: Loan) -> None:
+        """Take block i from another load, whose destinations stay as they are till then."""
+        with self._lock:
+            if self._is_reported:
+                return
+            self._num_reading += 1
+        copy_block(loan.source, self.request.destinations[i])
+        with self._lock:
+            self._num_reading -= 1
+            if not self._is_reported:
+                self._make_final(i, BlockStatus.OK, loan.tier)
+            self._settle()
+
+    def _retry(self, i: int, index: int) -> None:
+        """Whoever read block i for this load has failed: ask the port itself."""
+        with self._lock:
+            if not self._is_reported:
+                self._route(i, index)
+                self._settle()
+
     def _settle(self) -> None:
         """Report if this was the last step. Needs the lock."""
         if self._num_reading or self._num_open:
             return
         if not self._is_reported:
-            self._finish()
+            left = self._finish()
+            assert not left, "everything that it led has landed"
         elif not self._is_quiesced:
             self._is_quiesced = True
             self._report(LoadQuiesced(self.request.job))
 
-    def _finish(self) -> None:
+    def _finish(self) -> Sequence[Passenger]:
+        """Report; who still waits for a block that is being read. Needs the lock."""
         self._is_reported = True
+        left = self._flights.forget(self._led, self)
         self.ended_s = self._clock()
         self._is_quiesced = self._num_reading == 0
         statuses = tuple(status or BlockStatus.TIMEOUT for status in self._statuses)
@@ -170,6 +250,10 @@ class Load:
         for port in self._ports:
             served = [n for n, tier in zip(self.request.names, self._served, strict=True) if tier == port.name]
             port.submit_touch(served, self.request.part)
+        return left
+
+    def _flight_key(self, i: int) -> FlightKey:
+        return self._address(i), self.request.domain
 
     def _address(self, i: int) -> Address:
         return Address(self.request.names[i].key, self.request.part)

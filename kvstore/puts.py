@@ -76,6 +76,7 @@ class PutQueue:
         self._queued_bytes = 0
         self._condemned: dict[Address, None] = {}  # in order, so that a seeded run replays
         self._is_draining = self._is_closed = False
+        self._held: dict[int, list[QueuedPut]] = {}  # promotions of loads under way, by load
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
         self._num_dropped = self._num_promoted = 0
 
@@ -106,6 +107,21 @@ class PutQueue:
         with self._lock:
             return not self._is_closed and self._queued_bytes + nbytes <= self._limits.put_queue_bytes // 2
 
+    def hold(self, load: int, puts: Sequence[QueuedPut]) -> None:
+        """Keep promotions until `let_go` of their load: written at once, they would compete with its reads."""
+        with self._lock:
+            nbytes = sum(len(put.write.source) for put in puts)
+            if not self._is_closed and self._queued_bytes + nbytes <= self._limits.put_queue_bytes:
+                self._held.setdefault(load, []).extend(puts)
+                self._queued_bytes += nbytes
+
+    def let_go(self, load: int) -> None:
+        """A load is over, and nothing is read for it any more: what came with it may be written now."""
+        with self._lock:
+            held = self._held.pop(load, [])
+            self._queued_bytes -= sum(len(put.write.source) for put in held)
+        self.offer(held)
+
     def offer(self, puts: Sequence[QueuedPut]) -> None:
         """Queue blocks, head first. Those that do not fit are DROPPED at once, with the rest of their chain."""
         refused: list[QueuedPut] = []
@@ -132,6 +148,10 @@ class PutQueue:
             wrong = [put for put in self._queue if put.job is None and put.write.address in self._condemned]
             for put in wrong:
                 self._queue.remove(put)
+            for load, held in self._held.items():
+                wrong += [put for put in held if put.write.address in self._condemned]
+                self._held[load] = [put for put in held if put.write.address not in self._condemned]
+            for put in wrong:
                 self._queued_bytes -= len(put.write.source)
             self._num_dropped += len(wrong)
             self._drain()
@@ -140,6 +160,11 @@ class PutQueue:
         """Whether a record is about to leave the tier."""
         with self._lock:
             return address in self._condemned
+
+    @property
+    def _held_bytes(self) -> int:
+        """Needs the lock."""
+        return sum(len(put.write.source) for held in self._held.values() for put in held)
 
     def _drain(self) -> None:
         """See to it that the queue is emptied. Needs the lock."""
@@ -158,6 +183,8 @@ class PutQueue:
         """Refuse and drop everything that is not being written now. Idempotent."""
         with self._lock:
             self._is_closed = True
+            self._queued_bytes -= self._held_bytes
+            self._held.clear()
         for put in self._take_queue():
             put.settle(BlockStatus.DROPPED)
 
@@ -173,12 +200,13 @@ class PutQueue:
     def check(self) -> None:
         """Raise AssertionError when the account of bytes is wrong."""
         with self._lock:
-            queued = sum(len(put.write.source) for put in self._queue)
+            queued = sum(len(put.write.source) for put in self._queue) + self._held_bytes
             assert queued <= self._queued_bytes <= self._limits.put_queue_bytes, (
                 f"{self.port.name}: {queued} bytes wait, {self._queued_bytes} counted"
             )
             if not self._is_draining:
-                assert not self._queue and not self._queued_bytes, f"{self.port.name}: puts wait and nobody writes them"
+                idle = not self._queue and self._queued_bytes == self._held_bytes
+                assert idle, f"{self.port.name}: puts wait and nobody writes them"
                 assert not self._condemned, f"{self.port.name}: wrong records wait to be taken out"
 
     def _take(self) -> Task | None:

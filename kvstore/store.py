@@ -28,9 +28,10 @@ from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
 from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
 from pagetier.kvstore.executor import ExecutorFactory, ThreadPool
+from pagetier.kvstore.flights import Flights, copy_of
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
-from pagetier.kvstore.loads import Load, LoadRequest
+from pagetier.kvstore.loads import Load, LoadRequest, Passenger
 from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
 from pagetier.kvstore.parts import Division, PartLayout
@@ -97,6 +98,7 @@ class TieredStore:
         self._tickets: dict[int, Lookup] = {}
         self._asking: dict[int, Lookup] = {}  # not answered yet
         self._loads: dict[int, tuple[Load, Lookup]] = {}
+        self._flights: Flights[Passenger] = Flights()
         self._is_closed = False
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -139,7 +141,8 @@ class TieredStore:
             deadline_s=self._clock() + left_s + self._floor_s(len(blocks)),
             piece_blocks=self._piece_blocks,
         )
-        load = Load(request, self._ports, self._clock, self._done.append, self._promote)
+        promote = functools.partial(self._promote, request.job)
+        load = Load(request, self._ports, self._clock, self._done.append, promote, self._flights)
         self._loads[request.job] = (load, lookup)
         lookup.loads.add(request.job)
         load.start()
@@ -223,13 +226,15 @@ class TieredStore:
         return {port.name: port.stats() for port in self._ports} | {name: dict(absent) for name in self._left_out}
 
     def counters(self) -> dict[str, int]:
-        """The store's own account: what is under way, what was dropped, and what was promoted through a queue."""
+        """The store's own account: what is under way, and what was dropped, promoted through a queue, or not read
+        because another load had it."""
         return {
             "tickets": len(self._tickets),
             "loads": len(self._loads),
             "queued_put_bytes": sum(queue.queued_bytes for queue in self._queues),
             "dropped_puts": sum(queue.num_dropped for queue in self._queues),
             "queued_promotions": sum(queue.num_promoted for queue in self._queues),
+            "shared_reads": self._flights.num_shared,
         }
 
     @property
@@ -292,6 +297,7 @@ class TieredStore:
             assert not lookup.is_released, f"ticket {ticket} is released and still known"
         for job, (_, lookup) in self._loads.items():
             assert job in lookup.loads, f"load {job} is not of ticket {lookup.ticket}"
+        assert self._loads or not self._flights, f"{len(self._flights)} blocks are led by loads that are over"
 
     def close(self) -> None:
         """Drop what is queued, wait for bytes under way, end the threads, close the tiers. Idempotent. `poll` still
@@ -352,11 +358,11 @@ class TieredStore:
         assert view.nbytes == self._payload_bytes, f"a block of {view.nbytes} bytes, not {self._payload_bytes}"
         return view
 
-    def _promote(self, index: int, reads: Sequence[BlockRead]) -> None:
+    def _promote(self, job: int, index: int, reads: Sequence[BlockRead]) -> None:
         """On a read thread, before the load answers: put blocks that came from tier `index` into faster tiers too.
 
-        Only where the index says at once that they are missing. Memory takes them now; others through their queue, if
-        half of it is free, as copies: the destinations may be reused as soon as the load answered."""
+        Only where the index says at once that they are missing. Memory takes them now; others through their queue when
+        the load is over, if half of it is free, as copies: the destinations may be reused by then."""
         for port, queue in zip(self._ports[:index], self._queues[:index], strict=True):
             if not port.at_once or not port.writes.would_allow():
                 continue
@@ -366,8 +372,8 @@ class TieredStore:
             if port.pinning is not None:
                 port.put(missing, self._clock() + self._limits.put_budget_s)
             elif queue.has_room(self._payload_bytes * len(missing)):
-                copies = [replace(write, source=memoryview(bytes(write.source))) for write in missing]
-                queue.offer([QueuedPut(copy, None, 0) for copy in copies])
+                copies = [replace(write, source=copy_of(write.source)) for write in missing]
+                queue.hold(job, [QueuedPut(copy, None, 0) for copy in copies])
 
     def _expire(self) -> None:
         now_s = self._clock()
@@ -398,6 +404,8 @@ class TieredStore:
 
     def _end_load(self, job: int) -> None:
         _, lookup = self._loads.pop(job)
+        for queue in self._queues:
+            queue.let_go(job)
         lookup.loads.discard(job)
         if lookup.is_released and not lookup.loads:
             lookup.close()

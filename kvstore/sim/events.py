@@ -108,6 +108,18 @@ class Events:
             process.load(ticket, first, num_blocks)
             self._work(self.rng.randrange(5))
 
+    def twins(self) -> None:
+        """Two load the same blocks at the same time."""
+        process = self._one()
+        if process.hits:
+            ticket = self.rng.choice(sorted(process.hits))
+            num_blocks = len(process.hits[ticket].names)
+            process.load(ticket, 0, num_blocks)
+            self._work(self.rng.randrange(2))
+            if not process.fs.is_killed:
+                process.load(ticket, 0, num_blocks)
+            self._work(self.rng.randrange(5))
+
     def release(self) -> None:
         process = self._one()
         tickets = sorted([*process.asked, *process.hits])

@@ -19,6 +19,7 @@ CLIENT = {
     "request": 20,
     "lookup": 6,
     "load": 8,
+    "twins": 4,
     "release": 6,
     "touch": 4,
     "work": 22,
