@@ -186,6 +186,7 @@ class EngineCore:
             },
             "harmful_hits": 0,
             "verify": scheduler.shadow.as_dict(),
+            "block_size": self.config.block_size,
             "residency": scheduler.index.residency.as_dict(),
             "requests": {
                 "running": len(scheduler.running),

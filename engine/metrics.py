@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 GAP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 BREAKER_STATES = {None: 0, "closed": 0, "half-open": 1, "open": 2}
 
 
@@ -32,6 +33,12 @@ class ServerMetrics:
         )
         self._gaps = self._histogram("vllm:inter_token_latency_seconds", "Between outputs", GAP_BUCKETS_S, model)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to end", E2E_BUCKETS_S, model)
+        self._prompt_sizes = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS, model
+        )
+        self._output_sizes = self._histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS, model
+        )
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests", model)
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens of ended requests", model)
         self._ended = Counter(
@@ -62,6 +69,8 @@ class ServerMetrics:
         for gap_s in gaps_s:
             self._gaps.observe(gap_s)
         self._e2e.observe(end_s - arrival_s)
+        self._prompt_sizes.observe(prompt_tokens)
+        self._output_sizes.observe(completion_tokens)
         self._prompt.inc(prompt_tokens)
         self._generated.inc(completion_tokens)
         for reason in finish_reasons:
@@ -92,12 +101,13 @@ class _EngineCollector(Collector):
     """The core's `stats` as metrics; nothing while the engine does not answer."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
+        self._model, self._block_size = model, 0
         self.stats: Mapping[str, Any] | None = None
 
     def collect(self) -> Iterable[Metric]:
         if self.stats is None:
             return
+        self._block_size = self.stats["block_size"]
         yield from self._requests(self.stats.get("requests", {}))
         yield from self._lookups(self.stats["lookup"], self.stats["preemptions"])
         yield from self._tiers(self.stats["tiers"])
@@ -131,6 +141,11 @@ class _EngineCollector(Collector):
         device = tiers.get("device", {})
         capacity = device.get("capacity_blocks", 0)
         usage = device.get("referenced_blocks", 0) / capacity if capacity else 0.0
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "What the device pool is made of", labels=["block_size", "num_gpu_blocks"]
+        )
+        config.add_metric([str(self._block_size), str(capacity)], 1)
+        yield config
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device pool that requests hold, 0 to 1", usage)
         for name, field, text in (
             ("pagetier_tier_hit_tokens", "hit_tokens", "Prompt tokens served by the tier"),
@@ -142,6 +157,7 @@ class _EngineCollector(Collector):
             ("pagetier_tier_scrubbed_bytes", "scrubbed_bytes", "Bytes re-read only to check them"),
             ("pagetier_tier_read_bytes", "read_bytes", "Bytes of blocks read from it"),
             ("pagetier_tier_written_bytes", "written_bytes", "Bytes of blocks written to it"),
+            ("pagetier_tier_dropped_puts", "dropped_puts", "Blocks not written, because too many waited"),
         ):
             counter = CounterMetricFamily(name, text, labels=["tier"])
             for tier, values in tiers.items():
@@ -151,6 +167,7 @@ class _EngineCollector(Collector):
             ("pagetier_tier_blocks", "blocks", "Blocks held"),
             ("pagetier_tier_bytes", "bytes", "Bytes held"),
             ("pagetier_tier_capacity_bytes", "capacity_bytes", "Bytes it may hold"),
+            ("pagetier_tier_queued_put_bytes", "queued_put_bytes", "Bytes that wait to be written"),
             ("pagetier_tier_hit_rate", "hit_rate", "Its hit tokens over all lookup tokens"),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["tier"])

@@ -223,7 +223,10 @@ class TieredStore:
 
         The breaker of a tier without its medium is open, as is that of one that could not be built."""
         absent = tier_stats(TierCounters(), BreakerState.OPEN)
-        return {port.name: port.stats() for port in self._ports} | {name: dict(absent) for name in self._left_out}
+        named = {port.name: port.stats() for port in self._ports}
+        for port, queue in zip(self._ports, self._queues, strict=True):
+            named[port.name] |= {"queued_put_bytes": queue.queued_bytes, "dropped_puts": queue.num_dropped}
+        return named | {name: dict(absent) for name in self._left_out}
 
     def counters(self) -> dict[str, int]:
         """The store's own account: what is under way, and what was dropped, promoted through a queue, or not read

@@ -186,6 +186,7 @@ class DoubleCore:
             "preemptions": {"recompute": 0, "swap": 0},
             "harmful_hits": 0,
             "verify": {"shadow_one_in": 0, "checked": 0, "differing": 0, "skipped": 0},
+            "block_size": BLOCK_SIZE,
             "residency": Residency().as_dict(),
             "requests": {"running": len(self.running), "waiting": 0, "loading": 0, "aborted": self.num_aborted},
         }

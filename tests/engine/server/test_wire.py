@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -136,3 +138,32 @@ def test_oversized_messages_are_refused_on_both_ends(monkeypatch: pytest.MonkeyP
 def test_a_long_prompt_stays_small_on_the_wire() -> None:
     request = EngineRequest("r", tuple(range(100_000)), SamplingParams(), seed=0)
     assert len(wire.encode(wire.Submit(request))) < 401_000
+
+
+def test_mutated_messages_are_refused_or_harmless() -> None:
+    """100,000 of them, made from sound ones: each decodes to a message or is refused in the protocol's own words."""
+    rng = random.Random(7)
+    sound = [wire.encode(message) for message in MESSAGES]
+    num_refused = 0
+    for _ in range(100_000):
+        data = bytearray(rng.choice(sound))
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            at = rng.randrange(len(data)) if data else 0
+            match rng.randrange(5):
+                case 0:
+                    data[at : at + 1] = bytes([rng.randrange(256)])
+                case 1:
+                    del data[at : at + rng.randrange(1, 9)]
+                case 2:
+                    data[at:at] = rng.randbytes(rng.randrange(1, 9))
+                case 3:
+                    data[at:at] = rng.choice(
+                        (b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")
+                    )
+                case 4:
+                    del data[at:]
+        try:
+            wire.decode(bytes(data))
+        except ProtocolError:
+            num_refused += 1
+    assert num_refused > 50_000
