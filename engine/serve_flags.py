@@ -50,6 +50,10 @@ KV_EVENTS_HELP = (
     'KV events over ZMQ as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "", '
     '"replay_endpoint": …, "buffer_steps": …, "hwm": …}; default endpoint: loopback only.'
 )
+WRITE_POLICY_HELP = (
+    "When a tier is given a prompt's blocks: through (the default: once they are computed) or second-touch (when they "
+    "are used again), such as nvme=through,redis=second-touch."
+)
 PREEMPTION_HELP = (
     "How a preempted request gets its KV back: recompute, swap (through the KV tiers) or hybrid (what is cheaper here)."
 )
@@ -204,9 +208,7 @@ class ServeFlags:
     kv_load_budget_ms: Annotated[
         float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
     ] = 1000.0
-    kv_write_policy: Annotated[
-        str | None, _option("--kv-write-policy", panel=TIERS, text="Not built yet.", hidden=True)
-    ] = None
+    kv_write_policy: Annotated[str, _option("--kv-write-policy", panel=TIERS, text=WRITE_POLICY_HELP)] = ""
     kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text=KV_VERIFY_HELP)] = "checksum"
     kv_mac_key: Annotated[
         Path | None,
@@ -226,7 +228,6 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "structured_outputs_backend": (None,),
     "itl_target_ms": (None,),
     "kv_cache_dtype": ("auto",),
-    "kv_write_policy": (None,),
 }
 
 
@@ -262,6 +263,7 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
         "redis_size": parse_size(flags.kv_redis_size, "--kv-redis-size"),
         "redis_ttl_s": flags.kv_redis_ttl,
         "redis_linger_s": flags.kv_redis_linger,
+        "write_policy": flags.kv_write_policy,
         "load_budget_s": flags.kv_load_budget_ms / 1e3,
         "mac_key_file": None if flags.kv_mac_key is None else str(flags.kv_mac_key.expanduser().absolute()),
     }

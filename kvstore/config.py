@@ -19,6 +19,7 @@ UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 SIZE_ALLOWED = "a number of bytes or one with KiB, MiB, GiB or TiB, such as 4GiB"
 TIERS = ("host", "nvme", "redis")
 NVME_IO = ("auto", "direct", "buffered")
+WRITE_POLICIES = ("through", "second-touch")
 NVME_FSYNC = ("none", "segment", "always")
 URL_SCHEMES = (
     *("redis://", "rediss://", "unix://"),
@@ -65,6 +66,19 @@ def parse_tiers(text: str, flag: str = "--kv-tier") -> tuple[str, ...]:
     return names
 
 
+def parse_write_policy(text: str, flag: str = "--kv-write-policy") -> tuple[str, ...]:
+    """The tiers that "nvme=through,redis=second-touch" gives blocks on their second use. Raises ConfigError."""
+    policies: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else ():
+        tier, _, policy = (word.strip() for word in part.partition("="))
+        if tier not in TIERS or tier in policies:
+            raise ConfigError.bad_value(flag, text, f"TIER=POLICY of {', '.join(TIERS)}, each once")
+        if policy not in WRITE_POLICIES:
+            raise ConfigError.unknown_name(f"{flag} {tier}", policy, WRITE_POLICIES)
+        policies[tier] = policy
+    return tuple(tier for tier, policy in policies.items() if policy == "second-touch")
+
+
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Bounds on what the store has under way. All have defaults that no flag sets yet.
@@ -107,6 +121,8 @@ class StoreConfig:
     mac_key_file: --kv-mac-key; None: records carry a checksum, which accidents cannot pass but a forger can.
     load_budget_s: for one request's lookup and loads, beyond the time its bytes take at `limits.floor_bytes_per_s`; 1 s
         is less than the prefill that a useful hit saves.
+    write_policy: "redis=second-touch" gives that tier a block when it is used for a second time; what is not named is
+        written through, so that it is there after a restart.
     poison: overwrite host slots that are free; set by --paranoid.
     pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
     """
@@ -125,6 +141,7 @@ class StoreConfig:
     redis_linger_s: float = 600.0
     mac_key_file: Path | None = None
     load_budget_s: float = 1.0
+    write_policy: str = ""
     poison: bool = False
     pins_path: Path | None = None
     limits: StoreLimits = StoreLimits()
@@ -133,6 +150,11 @@ class StoreConfig:
     def tier_names(self) -> tuple[str, ...]:
         """The lower tiers to build, in hierarchy order: `tiers`, and before them the host tier when it has a size."""
         return self.tiers if "host" in self.tiers or not self.host_size else ("host", *self.tiers)
+
+    @property
+    def second_touch(self) -> tuple[str, ...]:
+        """The tiers that are given a block when it is used for a second time."""
+        return parse_write_policy(self.write_policy)
 
     def __post_init__(self) -> None:
         for tier in self.tiers:
@@ -159,5 +181,10 @@ class StoreConfig:
         ):
             if not ok:
                 raise ConfigError.bad_value(flag, value, allowed)
+        for tier in self.second_touch:
+            if tier not in self.tier_names:
+                raise ConfigError.bad_value(
+                    "--kv-write-policy", tier, f"tiers of --kv-tier: {', '.join(self.tier_names)}"
+                )
         if "host" in self.tiers and not self.host_size:
             raise ConfigError("--kv-tier host needs --kv-host-size, such as --kv-host-size 4GiB")

@@ -164,7 +164,7 @@ class Load:
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
         if loaded:
             port.probe_writes(loaded[0], request.deadline_s)
-        if index and loaded:
+        if loaded:
             self._promote(index, loaded)
         for i, status in zip(piece, statuses, strict=True):
             self._land(i, port.name if status is BlockStatus.OK else None)

@@ -104,8 +104,13 @@ class PutQueue:
 
     def has_room(self, nbytes: int) -> bool:
         """Room for a promotion: these may use half of the queue, so that they never push out what was computed."""
+        return nbytes <= self.promotion_room
+
+    @property
+    def promotion_room(self) -> int:
+        """Bytes of promotions that there is room for."""
         with self._lock:
-            return not self._is_closed and self._queued_bytes + nbytes <= self._limits.put_queue_bytes // 2
+            return 0 if self._is_closed else max(0, self._limits.put_queue_bytes // 2 - self._queued_bytes)
 
     def hold(self, load: int, puts: Sequence[QueuedPut]) -> None:
         """Keep promotions until `let_go` of their load: written at once, they would compete with its reads."""

@@ -38,6 +38,7 @@ from pagetier.kvstore.parts import Division, PartLayout
 from pagetier.kvstore.pins import PinFile
 from pagetier.kvstore.port import TierPort, tier_stats
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
+from pagetier.kvstore.second_touch import SecondTouch
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier, TierCounters
 from pagetier.kvstore.watch import Watch
 
@@ -57,6 +58,7 @@ class TieredStore:
     `SeededExecutor(seed).factory` makes a run replay exactly, if the clock is a fake one too. resources: closed with
     the store, after its tiers. domain: of what is put and looked up from now on; None: the tiers' own. left_out: names
     of tiers that should be there and could not be built. watch: one for all, where several stores share tiers.
+    second_touch: names of tiers that are given a block when it is used for a second time.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TieredStore:
         make_executor: ExecutorFactory = ThreadPool,
         resources: ExitStack | None = None,
         left_out: Sequence[str] = (),
+        second_touch: Sequence[str] = (),
         watch: Watch | None = None,
     ) -> None:
         names = [tier.name for tier in tiers]
@@ -92,6 +95,7 @@ class TieredStore:
         self.admin = StoreAdmin(self._ports, part, payload_bytes, lambda: self._domain, watch, self._count_purge)
         executors = (e for p in self._ports for e in (p.lookup_executor, p.read_executor, p.write_executor))
         self._executors = list(dict.fromkeys(executors))
+        self._second_touch = {i: SecondTouch() for i, tier in enumerate(tiers) if tier.name in second_touch}
         self._done: deque[Completion] = deque()  # appended to by any thread
         self._next = 1  # owner: the caller's thread, as all below
         self._num_returns = 0  # of the tiers, when the identity was last put
@@ -163,13 +167,16 @@ class TieredStore:
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         self.book.note(Use.PUT, tuple(blocks), domain)
         job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
-        for port, queue in zip(self._ports, self._queues, strict=True):
+        for index, (port, queue) in enumerate(zip(self._ports, self._queues, strict=True)):
+            second = self._second_touch.get(index)
             new: list[QueuedPut] = []
             there: list[bytes] = []
             for i, write in enumerate(writes):
                 if port.has(write.address) and not queue.is_condemned(write.address):
                     there.append(write.name.key)
                     job.settle(i, BlockStatus.EXISTS)
+                elif second is not None and second.turns_away(write.name):
+                    job.settle(i, BlockStatus.DROPPED)
                 else:
                     new.append(QueuedPut(write, job, i))
             queue.forget_drop(there)
@@ -188,6 +195,9 @@ class TieredStore:
         self.book.note(Use.HIT, names, self._domain)
         for port in self._ports:
             port.submit_touch(names, self._part)
+        for index, second in self._second_touch.items():
+            if due := second.take_due(names, self._queues[index].promotion_room // self._payload_bytes):
+                self._copy_from_others(index, due)
 
     def quarantine(self, blocks: Sequence[BlockName]) -> None:
         """Take blocks that were found wrong out of every tier, soon. Whoever puts them from now on stores them anew."""
@@ -366,8 +376,9 @@ class TieredStore:
 
         Only where the index says at once that they are missing. Memory takes them now; others through their queue when
         the load is over, if half of it is free, as copies: the destinations may be reused by then."""
-        for port, queue in zip(self._ports[:index], self._queues[:index], strict=True):
-            if not port.at_once or not port.writes.would_allow():
+        self._give_loaded(job, index, reads)
+        for i, (port, queue) in enumerate(zip(self._ports[:index], self._queues[:index], strict=True)):
+            if not port.at_once or not port.writes.would_allow() or i in self._second_touch:
                 continue
             missing = [BlockWrite(r.name, r.part, r.destination, r.domain) for r in reads if not port.has(r.address)]
             if not missing:
@@ -377,6 +388,36 @@ class TieredStore:
             elif queue.has_room(self._payload_bytes * len(missing)):
                 copies = [replace(write, source=copy_of(write.source)) for write in missing]
                 queue.hold(job, [QueuedPut(copy, None, 0) for copy in copies])
+
+    def _copy_from_others(self, index: int, names: Sequence[BlockName]) -> None:
+        """Give tier `index` blocks that another one is known to hold, later and best effort."""
+        others = [port for i, port in enumerate(self._ports) if i != index]
+        for first in range(0, len(names), self._piece_blocks):
+            piece = names[first : first + self._piece_blocks]
+            source = next((port for port in others if port.has(Address(piece[0].key, self._part))), None)
+            if source is None:
+                self._second_touch[index].give_back(piece)
+            else:
+                copy = functools.partial(self._copy_piece, index, source, piece, self._domain)
+                source.read_executor.submit(copy)
+
+    def _copy_piece(self, index: int, source: TierPort, names: Sequence[BlockName], domain: bytes | None) -> None:
+        buffers = [memoryview(bytearray(self._payload_bytes)) for _ in names]
+        reads = [BlockRead(name, self._part, buffer, domain) for name, buffer in zip(names, buffers, strict=True)]
+        statuses = source.get(reads, self._clock() + self._budget_s + self._floor_s(len(reads)))
+        found = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
+        writes = [BlockWrite(read.name, read.part, read.destination, read.domain) for read in found]
+        self._queues[index].offer([QueuedPut(write, None, 0) for write in writes])
+
+    def _give_loaded(self, job: int, index: int, reads: Sequence[BlockRead]) -> None:
+        """On a read thread: what came from tier `index` was used before, so tiers of `second-touch` are given it."""
+        for other, second in self._second_touch.items():
+            queue = self._queues[other]
+            if other == index or not queue.has_room(self._payload_bytes * len(reads)):
+                continue
+            due = {name.key for name in second.take_loaded([read.name for read in reads])}
+            writes = [BlockWrite(r.name, r.part, copy_of(r.destination), r.domain) for r in reads if r.name.key in due]
+            queue.hold(job, [QueuedPut(write, None, 0) for write in writes])
 
     def _expire(self) -> None:
         now_s = self._clock()
@@ -464,6 +505,7 @@ def open_store(
             limits=config.limits,
             resources=resources.pop_all(),
             left_out=left_out,
+            second_touch=config.second_touch,
         )
         tidy.pop_all()
     store.put_identity(domain, encoded)

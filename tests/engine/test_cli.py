@@ -109,6 +109,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_redis_ttl=5,
         kv_redis_linger=2.5,
         kv_load_budget_ms=50,
+        kv_write_policy="redis=second-touch",
         kv_mac_key=tmp_path / "key",
     )
     config = serve_config(json.loads(json.dumps(engine_fields(flags))))
@@ -116,7 +117,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
     same = [f.name for f in fields(own) if getattr(config, f.name) == getattr(own, f.name)]
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
     same = [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)]
-    assert same == ["poison", "limits"], "--paranoid sets the one, no flag the other"
+    assert same == ["poison", "pins_path", "limits"], "--paranoid sets the first, no flag the others"
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
     assert config.store.mac_key_file == tmp_path / "key"
 

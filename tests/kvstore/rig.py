@@ -75,6 +75,7 @@ class Rig:
         executor: SeededExecutor | None = None,
         clock: Clock | None = None,
         budget_s: float = 10.0,
+        second_touch: Sequence[str] = (),
         domain: bytes | None = None,
         **limits: float,
     ) -> None:
@@ -89,6 +90,7 @@ class Rig:
             payload_bytes=PAYLOAD_BYTES,
             domain=domain,
             load_budget_s=budget_s,
+            second_touch=second_touch,
             limits=StoreLimits(**values),  # type: ignore[arg-type]
             **make,  # type: ignore[arg-type]
             **timed,  # type: ignore[arg-type]
