@@ -181,17 +181,17 @@ class EngineCore:
             "lookup": scheduler.hits.as_dict(),
             "tiers": tiers,
             "preemptions": {
-                "recompute": scheduler.num_preemptions - scheduler.num_swaps,
-                "swap": scheduler.num_swaps,
+                "recompute": scheduler.preemption.num_preemptions - scheduler.preemption.num_swaps,
+                "swap": scheduler.preemption.num_swaps,
             },
             "harmful_hits": 0,
             "verify": scheduler.shadow.as_dict(),
             "block_size": self.config.block_size,
             "residency": scheduler.index.residency.as_dict(),
             "requests": {
-                "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
-                "loading": len(scheduler.loading),
+                "running": len(scheduler.queues.running),
+                "waiting": len(scheduler.queues.waiting),
+                "loading": len(scheduler.queues.loading),
             },
         }
 

@@ -4,13 +4,11 @@ One token budget per step and no phases: each request's computed tokens catch up
 first, by the policy's rank; then waiting ones in the policy's order, none in a step that preempted. Plans on counts
 alone: tokens that launched steps will sample are placeholders, so step N+1 is planned while step N runs.
 
-Blocks a request gives up while a launched step may still touch them are released when that step is collected, so a
-free block is touched by nobody.
+Which blocks a request holds is tables.py, who gives them up preemption.py, what the tiers have lookups.py.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 from collections import deque
@@ -21,25 +19,24 @@ from pagetier.engine.batch import StepResult, TokenLogprobs
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.hit_counters import HitCounters
+from pagetier.engine.lookups import LOOKAHEAD, Lookups
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import PlannedRow, StepPlan
 from pagetier.engine.policies.base import Policy
+from pagetier.engine.preemption import Preemption
 from pagetier.engine.prefix_index import Match, Node, PrefixIndex
+from pagetier.engine.queues import Queues
 from pagetier.engine.request import Request, RequestState
 from pagetier.engine.shadow import ShadowChecks
+from pagetier.engine.tables import BlockTables
 from pagetier.engine.transfers import Loaded, Transfers
-from pagetier.engine.victims import choose_victim
 from pagetier.kvstore.keys import Hash
 
 logger = logging.getLogger(__name__)
 
-LOOKAHEAD = 8  # waiting requests whose lower-tier lookup is under way before their turn
-MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were evicted meanwhile
-
 
 class Scheduler:
-    """Owner: core thread. `running` is sorted by the policy's rank; `waiting` is the policy, preempted requests
-    included."""
+    """Owner: core thread."""
 
     def __init__(
         self,
@@ -56,18 +53,26 @@ class Scheduler:
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
-        self.shadow = ShadowChecks(config, self._allocate, transfers.quarantine, self._take_loaded)
-        self.num_preemptions = self.num_swaps = 0  # of any kind; those of them by way of the lower tiers
-        self.running: list[Request] = []
-        self.waiting = policy
-        self.loading: list[Request] = []
         self.launched: deque[StepPlan] = deque()
+        self.queues = Queues(policy)
+        self.tables = BlockTables(config, pool, index, hash_, self.launched)
+        self.lookups = Lookups(config, self.tables, transfers)
+        self.preemption = Preemption(
+            config,
+            pool,
+            self.tables,
+            transfers,
+            self.queues,
+            self.launched,
+            send_back=self._send_back,
+            end=self._end_for_lack_of_room,
+        )
+        self.shadow = ShadowChecks(config, self.tables.allocate, transfers.quarantine, self._take_loaded)
         self._root_of = root_of
         self._hash = hash_
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._num_steps = 0
-        self._fresh_blocks: list[int] = []
         self._ended: list[TokenOutput] = []  # outputs that no step result carries
 
     # ---- requests come and go
@@ -84,7 +89,7 @@ class Scheduler:
         request.max_tokens = min(request.max_tokens, self.config.max_model_len)
         self._num_added += 1
         self._requests[spec.request_id] = request
-        self.waiting.push(request)
+        self.queues.wait(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored."""
@@ -110,34 +115,13 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        self._queue_of(request).remove(request)
+        self.queues.leave(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
-        self.waiting.finish(request)
+        self.queues.waiting.finish(request)
         self.transfers.release(request)
         self.shadow.forget(request)
-        self._give_up_blocks(request)
-
-    def _queue_of(self, request: Request) -> list[Request] | Policy:
-        match request.state:
-            case RequestState.RUNNING:
-                return self.running
-            case RequestState.LOADING:
-                return self.loading
-            case _:
-                return self.waiting
-
-    def _give_up_blocks(self, request: Request) -> None:
-        """Release all blocks, after the newest launched step if one that contains the request is under way."""
-        self._give_up(request, request.block_ids)
-        request.block_ids = []
-        request.num_tabled_blocks = 0
-
-    def _give_up(self, request: Request, blocks: list[int]) -> None:
-        if request.num_in_flight:
-            self.launched[-1].release_after.extend(blocks)
-        else:
-            self.pool.release(blocks)
+        self.tables.give_up_all(request)
 
     # ---- planning
 
@@ -145,14 +129,14 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
         self._look_ahead()
-        made_way = self._make_way()
+        made_way = self.preemption.make_way(self.lookups)
         may_admit = self._plan_running(plan) and not made_way
         self.shadow.plan(plan, self._budget(plan))
         if may_admit:
             self._plan_waiting(plan)
         if not plan.rows:
             return None
-        plan.fresh_blocks, self._fresh_blocks = self._fresh_blocks, []
+        plan.fresh_blocks = self.tables.take_fresh()
         self._num_steps += 1
         self.launched.append(plan)
         return plan
@@ -165,9 +149,9 @@ class Scheduler:
 
         Behind one that waits for blocks only those go on that need none: the next to come free are not theirs.
         """
-        budget, num_preemptions, is_blocked = self._budget(plan), self.num_preemptions, False
-        num_later = len(self.running)
-        for request in list(self.running):
+        budget, num_preemptions, is_blocked = self._budget(plan), self.preemption.num_preemptions, False
+        num_later = len(self.queues.running)
+        for request in list(self.queues.running):
             num_later -= 1
             if request.state is not RequestState.RUNNING:
                 continue  # preempted below for an earlier one
@@ -175,14 +159,14 @@ class Scheduler:
             if num_new == 0:
                 continue
             end = request.num_computed_tokens + num_new
-            if is_blocked and self._num_missing_blocks(request, end):
+            if is_blocked and self.tables.num_missing(request, end):
                 continue
-            if not self._find_blocks(request, end):
+            if not self.preemption.find_blocks(request, end):
                 is_blocked = True
                 continue
             self._add_row(plan, request, num_new)
             budget -= num_new
-        return not is_blocked and self.num_preemptions == num_preemptions
+        return not is_blocked and self.preemption.num_preemptions == num_preemptions
 
     def _share(self, budget: int, num_later: int) -> int:
         """How much of `budget` a request may take that has `num_later` running ones behind it: the prefill of one that
@@ -201,66 +185,6 @@ class Scheduler:
             return 0
         return min(missing, budget)
 
-    def _find_blocks(self, request: Request, num_tokens: int) -> bool:
-        """Give the request blocks for `num_tokens` tokens, those of later ones if need be; False when it has to wait,
-        or was itself preempted or ended."""
-        while not self._grow(request, num_tokens):
-            if not self._make_room(request) or request.state is not RequestState.RUNNING:
-                return False
-        return True
-
-    def _num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.config.block_size) - len(request.block_ids))
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Give the request blocks for `num_tokens` tokens; False and no change when there are none."""
-        missing = self._num_missing_blocks(request, num_tokens)
-        if not missing:
-            return True
-        blocks = self._allocate(missing)
-        if blocks is None:
-            return False
-        request.block_ids.extend(blocks)
-        return True
-
-    def _allocate(self, num_blocks: int) -> list[int] | None:
-        blocks = self.pool.allocate(num_blocks)
-        if blocks is not None:
-            self._fresh_blocks.extend(blocks)
-        return blocks
-
-    def _make_room(self, request: Request) -> bool:
-        """The request found no block. Wait if some are coming free; else preempt the last by rank, or end a request
-        that is alone and has outgrown the pool. Whether one was preempted."""
-        if self.transfers.holds_blocks or any(step.release_after for step in self.launched):
-            return False
-        if len(self.running) > 1:
-            self._preempt(choose_victim(request, self.running, self.pool, self.transfers.cost, self._may_swap))
-            return True
-        if not request.num_in_flight and not self.loading:
-            self._end_for_lack_of_room(request)
-        return False
-
-    def _make_way(self) -> bool:
-        """Preempt running requests, the last by rank first, for a waiting one that outranks them and finds no seat or
-        no blocks; whether any was. It is admitted when their blocks have come free, a step or two later."""
-        request = next(self.waiting.candidates(), None)
-        if request is None or not self.running or not self.waiting.outranks(request, self.running[-1]):
-            return False
-        if has_outgrown(request, self.config):
-            return False
-        if request.num_placeholders or (request.ticket is not None and request.lookup_tiers is None):
-            return False  # it could not be admitted yet, and others would take what it was given
-        num_missing = -(-request.num_tokens // self.config.block_size) - len(self._match(request).nodes)
-        num_preemptions = self.num_preemptions
-        while self.running and self.waiting.outranks(request, self.running[-1]):
-            num_coming = self.pool.num_available + sum(len(step.release_after) for step in self.launched)
-            has_seat = len(self.running) + len(self.loading) < self.config.max_num_seqs
-            if has_seat and num_coming >= num_missing + len(self.running):
-                break
-            self._preempt(self.running[-1])
-        return self.num_preemptions > num_preemptions
-
     def _end_for_lack_of_room(self, request: Request) -> None:
         room = self.pool.num_blocks * self.config.block_size
         logger.warning(
@@ -272,44 +196,25 @@ class Scheduler:
         self._finish(request, "length")
         self._ended.append(request.output((), ()))
 
-    @property
-    def _may_swap(self) -> bool:
-        return self.transfers.enabled and self.config.preemption_mode != "recompute"
-
-    def _preempt(self, request: Request) -> None:
-        """Take all blocks of a running request. It gets their content back when its turn comes again: from the device
-        while it lasts, from the lower tiers, which are given it now if that is the cheaper way, or by computing it."""
-        self.num_preemptions += 1
-        request.num_preemptions += 1
-        if self._may_swap and request.tip is not None:
-            unsaved = self.transfers.unsaved(request.tip)
-            always = self.config.preemption_mode == "swap"
-            num_tokens = request.num_indexed_blocks * self.config.block_size
-            if always or self.transfers.cost.prefers_swap(num_tokens, request.num_indexed_blocks, len(unsaved)):
-                self.num_swaps += 1
-                self.transfers.save(unsaved)
-        self._send_back(request)
-
     def _send_back(self, request: Request) -> None:
         """A running or loading request waits again, with the tokens it has and without KV."""
         request.epoch += 1
-        self._queue_of(request).remove(request)
+        self.queues.leave(request)
         self.transfers.release(request)
         self.shadow.forget(request)
-        self._give_up_blocks(request)
+        self.tables.give_up_all(request)
         request.num_computed_tokens = request.num_committed_tokens = request.num_indexed_blocks = 0
         request.tip = None
         request.lookup_tries = 0
-        request.state = RequestState.WAITING
-        self.waiting.push(request)
+        self.queues.wait(request)
 
     def change_roots(self, root_of: Callable[[str], bytes]) -> None:
         """From now on other weights answer: blocks are named below other roots, and every request starts over with the
         tokens it has. KV of before, that of launched steps included, is read by no later step and named by nobody."""
         self._root_of = root_of
-        for request in [*self.running, *self.loading]:
+        for request in [*self.queues.running, *self.queues.loading]:
             self._send_back(request)
-        for request in self.waiting:
+        for request in self.queues.waiting:
             self.transfers.release(request)
             request.lookup_tries = 0
             request.rename(root_of(request.spec.cache_salt), self.config.block_size, self._hash)
@@ -326,7 +231,7 @@ class Scheduler:
             request.num_placeholders += 1
             request.sampled_step, request.sampled_row = plan.step, sample
         plan.add(PlannedRow(request, start, end, sample, request.epoch, pending_row))
-        self.waiting.charge(request, num_new)
+        self.queues.waiting.charge(request, num_new)
         request.num_computed_tokens = end
         request.num_in_flight += 1
 
@@ -337,18 +242,17 @@ class Scheduler:
         step would take longer than the step.
         """
         num_unasked = 0
-        for request in self.waiting.candidates():
+        for request in self.queues.waiting.candidates():
             budget = self._budget(plan)
-            seats = self.config.max_num_seqs - len(self.running) - len(self.loading)
-            if budget <= 0 or seats <= 0:
+            if budget <= 0 or self.queues.num_seated >= self.config.max_num_seqs:
                 return
             if request.num_placeholders:
                 continue  # preempted with a token still on its way
             if has_outgrown(request, self.config):
                 self._end_for_lack_of_room(request)
                 continue
-            if request.ticket is not None and request.lookup_tiers is None:
-                continue  # the lower tiers have not answered yet
+            if self.lookups.is_open(request):
+                continue
             if not self.config.enable_chunked_prefill and request.num_tokens > budget:
                 return
             if not self._admit(plan, request):
@@ -359,31 +263,29 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Give `request` its blocks and first row, or start loading them; False when there is no room for it."""
-        match = self._match(request)
+        match = self.tables.match(request)
         num_device = len(match.nodes)
-        if self._wants_lookup(request, num_device):
+        if self.lookups.wants(request, num_device):
             return True  # asked by _look_ahead, when it is among the first
-        tier_end = self._tier_end(request, num_device)
+        tier_end = self.lookups.tier_end(request, num_device)
         if tier_end > num_device:
             match = Match(match.nodes)
         if match.partial is not None and not self._take_blocks(request, match):
             match = Match(match.nodes)  # the copy's source may be the very block that is missing
         if not request.block_ids and not self._take_blocks(request, match):
             return False
-        self.waiting.remove(request)
+        self.queues.leave(request)
         self.transfers.touch(match.nodes)
         tiers_state = self.transfers.tiers_state
         self.transfers.save([node for node in match.nodes if node.saved != tiers_state])
         if match.nodes:
-            self.index.touch(match.nodes[-1])
+            self.tables.touch(match.nodes[-1])
             request.tip = match.nodes[-1]
         request.num_indexed_blocks = num_device
         self._set_computed(request, num_device * self.config.block_size)
         if tier_end > num_device:
-            fresh = set(request.block_ids[num_device:tier_end])
-            self._fresh_blocks = [block for block in self._fresh_blocks if block not in fresh]
-            request.state = RequestState.LOADING
-            self.loading.append(request)
+            self.tables.forget_fresh(request.block_ids[num_device:tier_end])
+            self.queues.load(request)
             self.transfers.load(request, num_device, tier_end)
             return True
         if match.partial is not None:
@@ -394,59 +296,21 @@ class Scheduler:
             self._add_row(plan, request, num_new)
         return True
 
-    def _match(self, request: Request) -> Match:
-        """The device prefix; the last token is always left to compute."""
-        if not self.config.enable_prefix_caching:
-            return Match(())
-        return self.index.match(request.root, request.packed_tokens(), request.num_tokens - 1)
-
-    def _lookup_end(self, request: Request) -> int:
-        """Blocks that a lower tier may serve: keyed, full, and not the one with the last token."""
-        return min(len(request.names), (request.num_tokens - 1) // self.config.block_size)
-
-    def _wants_lookup(self, request: Request, num_device: int) -> bool:
-        """Whether the lower tiers must be asked (again) before the request can be admitted."""
-        if not self.transfers.enabled or self._lookup_end(request) <= num_device:
-            return False
-        if request.lookup_tries == 0:
-            return True
-        if num_device < request.lookup_first and request.lookup_tries < MAX_LOOKUPS:
-            self.transfers.release(request)  # device blocks in front of the answer are gone: ask from further left
-            return True
-        return False
-
     def _look_ahead(self) -> None:
-        """Ask the lower tiers about the first waiting requests, so that answers are there when their turn comes."""
-        if not self.transfers.enabled or not self.config.enable_prefix_caching:
+        """Ask the lower tiers about the first waiting requests."""
+        if not self.lookups.enabled:
             return
-        for request in itertools.islice(self.waiting.candidates(), LOOKAHEAD):
-            if request.ticket is not None or request.lookup_tries >= MAX_LOOKUPS or request.num_placeholders:
-                continue
-            first, end = len(self._match(request).nodes), self._lookup_end(request)
-            if end > first:
-                self.transfers.look_up(request, first, end)
-
-    def _tier_end(self, request: Request, num_device: int) -> int:
-        """End of the run of blocks, from `num_device` on, that the lower tiers hold."""
-        if request.lookup_tiers is None or num_device < request.lookup_first:
-            return num_device
-        return min(request.lookup_first + len(request.lookup_tiers), self._lookup_end(request))
+        for request in itertools.islice(self.queues.waiting.candidates(), LOOKAHEAD):
+            self.lookups.ask(request)
 
     def _take_blocks(self, request: Request, match: Match) -> bool:
         """Reference the matched blocks and allocate the rest of the known tokens', leaving a block of growth to each
         running request; False and no change when there is no room."""
-        matched = [node.block for node in match.nodes]
-        held = matched if match.partial is None else [*matched, match.partial.block]
-        missing = -(-request.num_tokens // self.config.block_size) - len(matched)
-        self.pool.acquire(held)
-        blocks = None
-        if self.pool.num_available >= missing + len(self.running):
-            blocks = self._allocate(missing)
-        if blocks is None:
-            self.pool.release(held)
-            return False
-        request.block_ids = matched + blocks
-        return True
+        shared = [node.block for node in match.nodes]
+        num_kept = len(shared)
+        if match.partial is not None:
+            shared.append(match.partial.block)
+        return self.tables.take(request, shared, num_kept, len(self.queues.running))
 
     def _copy_partial(self, plan: StepPlan, request: Request, match: Match) -> None:
         """Copy-on-write of the block in which the match ends; its source was referenced by `_take_blocks`."""
@@ -454,7 +318,7 @@ class Scheduler:
         destination = request.block_ids[len(match.nodes)]
         plan.copies.append((match.partial.block, destination, match.num_partial))
         plan.release_after.append(match.partial.block)
-        self.index.touch_part(match.partial)
+        self.tables.touch_part(match.partial)
         self._set_computed(request, request.num_computed_tokens + match.num_partial)
 
     def _set_computed(self, request: Request, num_tokens: int) -> None:
@@ -462,8 +326,7 @@ class Scheduler:
 
     def _start_running(self, request: Request, cached_tokens: dict[str, int]) -> None:
         self.transfers.release(request)
-        request.state = RequestState.RUNNING
-        bisect.insort(self.running, request, key=self.waiting.rank)
+        self.queues.start(request)
         if not request.counted:
             request.counted = True
             request.cached_tokens = {tier: n for tier, n in cached_tokens.items() if n}
@@ -482,9 +345,7 @@ class Scheduler:
         num_device = request.num_computed_tokens // block_size
         end = num_device + len(loaded.tiers)
         if not loaded.quiesced:  # bytes may still land in the others: leave them to the transfer
-            self.pool.release(request.block_ids[end:])
-            del request.block_ids[end:]
-            request.num_tabled_blocks = min(request.num_tabled_blocks, end)
+            self.tables.cut(request, end)
         if not self.shadow.begin(request, num_device, loaded.tiers):
             self._take_loaded(request, loaded.tiers)
 
@@ -494,10 +355,10 @@ class Scheduler:
         cached = {"device": request.num_computed_tokens}
         for tier in tiers:
             cached[tier] = cached.get(tier, 0) + block_size
-        self.loading.remove(request)
+        self.queues.leave(request)
         self._set_computed(request, request.num_computed_tokens + len(tiers) * block_size)
         tiers_state = self.transfers.tiers_state
-        for node in self._index_blocks(request):
+        for node in self.tables.index_blocks(request):
             node.saved = tiers_state
         self._start_running(request, cached)
 
@@ -519,7 +380,7 @@ class Scheduler:
             if row.sample >= 0:
                 output = self._accept(request, token_ids[row.sample], result.logprobs[row.sample])
                 outputs.append(output)
-            if row.epoch == request.epoch and (nodes := self._index_blocks(request)):
+            if row.epoch == request.epoch and (nodes := self.tables.index_blocks(request)):
                 self._save_new(request, nodes)
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
@@ -538,29 +399,6 @@ class Scheduler:
         if request.num_known_tokens >= request.max_tokens:
             request.finish_reason = "length"
         return request.output((token_id,), (logprobs,))
-
-    def _index_blocks(self, request: Request) -> list[Node]:
-        """Key and index the request's newly full blocks; their nodes.
-
-        Where an equal block is indexed already, the request changes over to it: two copies would both be stuck, the
-        private one in its table and the indexed one below its later blocks.
-        """
-        if not self.config.enable_prefix_caching or request.state is RequestState.WAITING:
-            return []
-        full = request.num_committed_tokens // self.config.block_size
-        first = request.num_indexed_blocks
-        if full <= first:
-            return []
-        request.name_blocks(full, self.config.block_size, self._hash)
-        nodes = self.index.insert(request.names, request.block_ids, first, full, request.tip)
-        request.tip, request.num_indexed_blocks = nodes[-1], full
-        for i, node in enumerate(nodes, first):
-            if node.block != request.block_ids[i]:
-                self.pool.acquire([node.block])
-                self._give_up(request, [request.block_ids[i]])
-                request.block_ids[i] = node.block
-                request.num_tabled_blocks = min(request.num_tabled_blocks, i)
-        return nodes
 
     def _save_new(self, request: Request, nodes: list[Node]) -> None:
         """Prompt blocks go to the lower tiers at once; a decode block only when a later request touches it."""
@@ -585,10 +423,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError, with ids, when blocks, requests and queues disagree."""
-        queued = {*self.running, *self.waiting, *self.loading}
-        assert queued == set(self._requests.values()), "a request is in no queue, or a queue holds a finished one"
-        ranks = [self.waiting.rank(request) for request in self.running]
-        assert ranks == sorted(ranks), "running order"
-        self.pool.check([request.block_ids for request in queued] + [plan.release_after for plan in self.launched])
+        requests = set(self._requests.values())
+        self.queues.check(requests)
+        self.tables.check(requests)
         self.transfers.check()
-        self.shadow.check(self.loading)
+        self.shadow.check(self.queues.loading)

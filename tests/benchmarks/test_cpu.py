@@ -112,8 +112,8 @@ def test_a_crowd_decodes_in_every_seat_with_the_others_waiting() -> None:
         times = crowd.step()
         assert 0 < times.plan_commit_s + times.build_s <= time.perf_counter() - start_s
         crowd.core.check()
-    assert (len(crowd.core.scheduler.running), len(crowd.core.scheduler.waiting)) == (8, 20)
-    assert min(request.num_output_tokens for request in crowd.core.scheduler.running) >= 40
+    assert (len(crowd.core.scheduler.queues.running), len(crowd.core.scheduler.queues.waiting)) == (8, 20)
+    assert min(request.num_output_tokens for request in crowd.core.scheduler.queues.running) >= 40
     crowd.core.close()
 
 

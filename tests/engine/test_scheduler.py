@@ -13,11 +13,12 @@ from pagetier.engine.batch import StepResult
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
+from pagetier.engine.lookups import LOOKAHEAD
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.policies.ranked import Fcfs
 from pagetier.engine.prefix_index import Match, PrefixIndex
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.engine.scheduler import LOOKAHEAD, Scheduler
+from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.executor import SeededExecutor
@@ -147,7 +148,7 @@ def test_who_waits_for_a_block_holds_up_only_those_who_need_one(depth: int) -> N
             assert num_tokens == {"first": 5, "second": 17}
             assert rig.core.waits_for_store, "who steps it would spin"
     assert num_tokens == {"first": 30, "second": 30}
-    assert not rig.core.has_work() and rig.core.scheduler.num_preemptions == 0
+    assert not rig.core.has_work() and rig.core.scheduler.preemption.num_preemptions == 0
     rig.core.close()
 
 
