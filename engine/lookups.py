@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.request import Request
-from pagetier.engine.tables import BlockTables
 from pagetier.engine.transfers import Transfers
 
 LOOKAHEAD = 8  # waiting requests whose lower-tier lookup is under way before their turn
@@ -15,21 +14,22 @@ MAX_LOOKUPS = 2  # a second try when device blocks in front of the answer were e
 class Lookups:
     """Owner: core thread. Keeps nothing: tickets are the transfers', answers the request's."""
 
-    def __init__(self, config: EngineConfig, tables: BlockTables, transfers: Transfers) -> None:
-        self._config, self._tables, self._transfers = config, tables, transfers
+    def __init__(self, config: EngineConfig, transfers: Transfers) -> None:
+        self._config, self._transfers = config, transfers
 
     @property
     def enabled(self) -> bool:
         return self._transfers.enabled and self._config.enable_prefix_caching
 
-    def ask(self, request: Request) -> None:
-        """Ask about a waiting request, so that the answer is there when its turn comes. Most of the time there is
-        nothing to do."""
-        if request.ticket is not None or request.lookup_tries >= MAX_LOOKUPS or request.num_placeholders:
-            return
-        first, end = len(self._tables.match(request).nodes), self._end(request)
-        if end > first:
-            self._transfers.look_up(request, first, end)
+    def may_ask(self, request: Request) -> bool:
+        """Whether the tiers may be asked about a waiting request, for the first or for another time."""
+        return request.ticket is None and request.lookup_tries < MAX_LOOKUPS and not request.num_placeholders
+
+    def ask(self, request: Request, num_device: int) -> None:
+        """Ask about what the device does not have of it, so that the answer is there when its turn comes."""
+        end = self._end(request)
+        if end > num_device:
+            self._transfers.look_up(request, num_device, end)
 
     def is_open(self, request: Request) -> bool:
         """Whether the lower tiers were asked and have not answered yet."""

@@ -20,7 +20,8 @@ class EngineRequest:
     keys: the 32-byte keys of the prompt's full blocks, concatenated, hashed by the API side below `root`, the root key
     of the engine's domain and `cache_salt`; the core hashes them itself when they are empty or the domain has changed
     since. choice: index among the n choices of one API request. eos_token_ids end it unless `params.ignore_eos`.
-    priority: lower runs first, under `--scheduling-policy priority`. tenant: who asks, for `fair`.
+    priority: lower runs first, under `--scheduling-policy priority`. tenant: who asks, for `fair`. group: the same for
+    all choices of one prompt, which share its blocks; empty for a request alone.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest:
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
+    group: str = ""
 
 
 class TokenOutput(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pagetier.engine.admission import has_outgrown
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
-from pagetier.engine.lookups import Lookups
 from pagetier.engine.plan import StepPlan
 from pagetier.engine.queues import Queues
 from pagetier.engine.request import Request, RequestState
@@ -20,8 +19,9 @@ from pagetier.engine.victims import choose_victim
 class Preemption:
     """Owner: core thread.
 
-    send_back: a running request waits again, without KV. end: a request ends for lack of room. num_preemptions,
-    num_swaps: of any kind since start; those of them by way of the lower tiers.
+    is_held_up: whether a waiting request could not be admitted yet, whatever room there was. send_back: a running
+    request waits again, without KV. end: a request ends for lack of room. num_preemptions, num_swaps: of any kind since
+    start; those of them by way of the lower tiers.
     """
 
     def __init__(
@@ -32,13 +32,14 @@ class Preemption:
         transfers: Transfers,
         queues: Queues,
         launched: deque[StepPlan],
+        is_held_up: Callable[[Request], bool],
         send_back: Callable[[Request], None],
         end: Callable[[Request], None],
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
         self._config, self._pool, self._tables = config, pool, tables
         self._transfers, self._queues, self._launched = transfers, queues, launched
-        self._send_back, self._end = send_back, end
+        self._is_held_up, self._send_back, self._end = is_held_up, send_back, end
 
     def find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Give a running request blocks for `num_tokens` tokens, those of later ones if need be; False when it has to
@@ -61,17 +62,15 @@ class Preemption:
             self._end(request)
         return False
 
-    def make_way(self, lookups: Lookups) -> bool:
+    def make_way(self) -> bool:
         """Preempt running requests, the last by rank first, for a waiting one that outranks them and finds no seat or
         no blocks; whether any was. It is admitted when their blocks have come free, a step or two later."""
         running, waiting = self._queues.running, self._queues.waiting
         request = next(waiting.candidates(), None)
         if request is None or not running or not waiting.outranks(request, running[-1]):
             return False
-        if has_outgrown(request, self._config):
-            return False
-        if request.num_placeholders or lookups.is_open(request):
-            return False  # it could not be admitted yet, and others would take what it was given
+        if has_outgrown(request, self._config) or self._is_held_up(request):
+            return False  # others would take what it was given
         num_missing = -(-request.num_tokens // self._config.block_size) - len(self._tables.match(request).nodes)
         num_preemptions = self.num_preemptions
         while running and waiting.outranks(request, running[-1]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,14 @@ class RequestState(StrEnum):
     LOADING = "loading"  # holds blocks that a lower tier is filling, or that are checked after that
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Following(NamedTuple):
+    """Wait until `leader`, in its present `epoch`, has computed its first `num_tokens` tokens."""
+
+    leader: Request
+    epoch: int
+    num_tokens: int
 
 
 class Request:
@@ -38,6 +47,7 @@ class Request:
         "counted",
         "epoch",
         "finish_reason",
+        "following",
         "job",
         "lookup_first",
         "lookup_tiers",
@@ -91,6 +101,7 @@ class Request:
         self.lookup_first = 0  # first block the lookup asked about
         self.lookup_tiers: tuple[str, ...] | None = None
         self.lookup_tries = 0
+        self.following: Following | None = None  # whom a waiting request waits for
         self.job: int | None = None  # of the load in progress
         self.cached_tokens: dict[str, int] = {}
         self.counted = False  # its lookup tokens are in the statistics

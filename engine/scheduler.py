@@ -4,7 +4,8 @@ One token budget per step and no phases: each request's computed tokens catch up
 first, by the policy's rank; then waiting ones in the policy's order, none in a step that preempted. Plans on counts
 alone: tokens that launched steps will sample are placeholders, so step N+1 is planned while step N runs.
 
-Which blocks a request holds is tables.py, who gives them up preemption.py, what the tiers have lookups.py.
+Which blocks a request holds is tables.py, who gives them up preemption.py, what the tiers have lookups.py, who waits
+for another's prefill leaders.py, how the choices of one prompt share it forks.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pagetier.engine.admission import has_outgrown, refusal
 from pagetier.engine.batch import StepResult, TokenLogprobs
 from pagetier.engine.block_pool import BlockPool
 from pagetier.engine.config import EngineConfig
+from pagetier.engine.forks import Fork, Forks
 from pagetier.engine.hit_counters import HitCounters
+from pagetier.engine.leaders import Leaders, is_following
 from pagetier.engine.lookups import LOOKAHEAD, Lookups
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.plan import PlannedRow, StepPlan
@@ -33,6 +36,9 @@ from pagetier.engine.transfers import Loaded, Transfers
 from pagetier.kvstore.keys import Hash
 
 logger = logging.getLogger(__name__)
+
+MAX_FOLLOWING = 1024  # followers passed over in a step; a look at one takes 0.2 us
+MAX_MATCHED = 32  # new followers in a step: to match the first 10,000 tokens of a prompt takes 0.1 ms
 
 
 class Scheduler:
@@ -56,7 +62,9 @@ class Scheduler:
         self.launched: deque[StepPlan] = deque()
         self.queues = Queues(policy)
         self.tables = BlockTables(config, pool, index, hash_, self.launched)
-        self.lookups = Lookups(config, self.tables, transfers)
+        self.lookups = Lookups(config, transfers)
+        self.leaders = Leaders(config.block_size, policy.rank)
+        self.forks = Forks(config.block_size)
         self.preemption = Preemption(
             config,
             pool,
@@ -64,6 +72,7 @@ class Scheduler:
             transfers,
             self.queues,
             self.launched,
+            is_held_up=self._is_held_up,
             send_back=self._send_back,
             end=self._end_for_lack_of_room,
         )
@@ -89,6 +98,7 @@ class Scheduler:
         request.max_tokens = min(request.max_tokens, self.config.max_model_len)
         self._num_added += 1
         self._requests[spec.request_id] = request
+        self.forks.add(request)
         self.queues.wait(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -119,8 +129,15 @@ class Scheduler:
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
         self.queues.waiting.finish(request)
+        self.forks.remove(request)
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Give back all that it holds: tickets, blocks, the lead."""
         self.transfers.release(request)
         self.shadow.forget(request)
+        self.leaders.resign(request)
+        request.following = None
         self.tables.give_up_all(request)
 
     # ---- planning
@@ -129,7 +146,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
         self._look_ahead()
-        made_way = self.preemption.make_way(self.lookups)
+        made_way = self.preemption.make_way()
         may_admit = self._plan_running(plan) and not made_way
         self.shadow.plan(plan, self._budget(plan))
         if may_admit:
@@ -200,9 +217,7 @@ class Scheduler:
         """A running or loading request waits again, with the tokens it has and without KV."""
         request.epoch += 1
         self.queues.leave(request)
-        self.transfers.release(request)
-        self.shadow.forget(request)
-        self.tables.give_up_all(request)
+        self._let_go(request)
         request.num_computed_tokens = request.num_committed_tokens = request.num_indexed_blocks = 0
         request.tip = None
         request.lookup_tries = 0
@@ -241,7 +256,7 @@ class Scheduler:
         Ends at a few that the lower tiers are yet to be asked about: to match thousands of prompts for that in every
         step would take longer than the step.
         """
-        num_unasked = 0
+        num_unasked = num_following = num_matched = 0
         for request in self.queues.waiting.candidates():
             budget = self._budget(plan)
             if budget <= 0 or self.queues.num_seated >= self.config.max_num_seqs:
@@ -251,20 +266,32 @@ class Scheduler:
             if has_outgrown(request, self.config):
                 self._end_for_lack_of_room(request)
                 continue
+            if is_following(request):
+                num_following += 1
+                if num_following == MAX_FOLLOWING:
+                    return
+                continue
             if self.lookups.is_open(request):
                 continue
             if not self.config.enable_chunked_prefill and request.num_tokens > budget:
                 return
             if not self._admit(plan, request):
                 return
-            num_unasked += request.state is RequestState.WAITING
-            if num_unasked == LOOKAHEAD:
+            num_unasked += request.state is RequestState.WAITING and request.following is None
+            num_matched += request.following is not None
+            if num_unasked == LOOKAHEAD or num_matched == MAX_MATCHED:
                 return
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Give `request` its blocks and first row, or start loading them; False when there is no room for it."""
+        """Give `request` its blocks and first row, or start loading them, or let it wait for what another computes;
+        False when there is no room for it."""
         match = self.tables.match(request)
         num_device = len(match.nodes)
+        fork = self.forks.fork_of(request)
+        if fork is not None and fork.num_full >= num_device:
+            return self._admit_fork(plan, request, fork)
+        if self._follow(request, num_device):
+            return True
         if self.lookups.wants(request, num_device):
             return True  # asked by _look_ahead, when it is among the first
         tier_end = self.lookups.tier_end(request, num_device)
@@ -283,25 +310,65 @@ class Scheduler:
             request.tip = match.nodes[-1]
         request.num_indexed_blocks = num_device
         self._set_computed(request, num_device * self.config.block_size)
+        if self.config.enable_prefix_caching:
+            self.leaders.lead(request, num_device)
         if tier_end > num_device:
             self.tables.forget_fresh(request.block_ids[num_device:tier_end])
             self.queues.load(request)
             self.transfers.load(request, num_device, tier_end)
             return True
         if match.partial is not None:
-            self._copy_partial(plan, request, match)
+            self.tables.touch_part(match.partial)
+            self._copy_partial(plan, request, match.partial.block, match.num_partial)
+        self._run(plan, request)
+        return True
+
+    def _admit_fork(self, plan: StepPlan, request: Request, fork: Fork) -> bool:
+        """Give `request` the prompt's blocks of another choice, its own copy of the last one, and a row for its first
+        token; False when there is no room for it."""
+        num_shared = fork.num_full + (fork.num_partial > 0)
+        shared = fork.source.block_ids[:num_shared]
+        if not self.tables.take(request, shared, fork.num_full, len(self.queues.running)):
+            return False
+        self.queues.leave(request)
+        request.num_indexed_blocks = min(fork.num_full, fork.source.num_indexed_blocks)
+        if request.num_indexed_blocks:
+            request.tip = self.index.node_of(request.block_ids[request.num_indexed_blocks - 1])
+        self._set_computed(request, fork.num_full * self.config.block_size)
+        if fork.num_partial:
+            self._copy_partial(plan, request, shared[-1], fork.num_partial)
+        self._run(plan, request)
+        return True
+
+    def _run(self, plan: StepPlan, request: Request) -> None:
+        """An admitted request runs, from this step on as far as the budget goes."""
         self._start_running(request, {"device": request.num_computed_tokens})
         num_new = self._num_new_tokens(request, self._budget(plan))
         if num_new:
             self._add_row(plan, request, num_new)
-        return True
+
+    def _follow(self, request: Request, num_device: int) -> bool:
+        """Whether a waiting request is to wait for what another computes or loads."""
+        return self.forks.follow(request) or self.leaders.follow(request, num_device)
+
+    def _is_held_up(self, request: Request) -> bool:
+        """Whether a waiting request could not be admitted yet, however much room there was."""
+        if request.num_placeholders or self.lookups.is_open(request) or is_following(request):
+            return True
+        if self.forks.fork_of(request) is not None:
+            return False
+        return self._follow(request, len(self.tables.match(request).nodes))
 
     def _look_ahead(self) -> None:
-        """Ask the lower tiers about the first waiting requests."""
+        """Ask the lower tiers about the first waiting requests that follow nobody."""
         if not self.lookups.enabled:
             return
-        for request in itertools.islice(self.queues.waiting.candidates(), LOOKAHEAD):
-            self.lookups.ask(request)
+        candidates = itertools.islice(self.queues.waiting.candidates(), MAX_FOLLOWING)
+        for request in itertools.islice(itertools.filterfalse(is_following, candidates), LOOKAHEAD):
+            if self.lookups.may_ask(request) and self.forks.fork_of(request) is None:
+                num_device = len(self.tables.match(request).nodes)
+                if not self._follow(request, num_device):
+                    self.lookups.ask(request, num_device)
 
     def _take_blocks(self, request: Request, match: Match) -> bool:
         """Reference the matched blocks and allocate the rest of the known tokens', leaving a block of growth to each
@@ -312,14 +379,12 @@ class Scheduler:
             shared.append(match.partial.block)
         return self.tables.take(request, shared, num_kept, len(self.queues.running))
 
-    def _copy_partial(self, plan: StepPlan, request: Request, match: Match) -> None:
-        """Copy-on-write of the block in which the match ends; its source was referenced by `_take_blocks`."""
-        assert match.partial is not None
-        destination = request.block_ids[len(match.nodes)]
-        plan.copies.append((match.partial.block, destination, match.num_partial))
-        plan.release_after.append(match.partial.block)
-        self.tables.touch_part(match.partial)
-        self._set_computed(request, request.num_computed_tokens + match.num_partial)
+    def _copy_partial(self, plan: StepPlan, request: Request, source: int, num_tokens: int) -> None:
+        """Copy-on-write of the block in which what is shared ends; `source` was referenced with the blocks before."""
+        destination = request.block_ids[request.num_computed_tokens // self.config.block_size]
+        plan.copies.append((source, destination, num_tokens))
+        plan.release_after.append(source)
+        self._set_computed(request, request.num_computed_tokens + num_tokens)
 
     def _set_computed(self, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens = request.num_committed_tokens = num_tokens
@@ -360,6 +425,7 @@ class Scheduler:
         tiers_state = self.transfers.tiers_state
         for node in self.tables.index_blocks(request):
             node.saved = tiers_state
+        self.leaders.advance(request)
         self._start_running(request, cached)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
@@ -382,6 +448,7 @@ class Scheduler:
                 outputs.append(output)
             if row.epoch == request.epoch and (nodes := self.tables.index_blocks(request)):
                 self._save_new(request, nodes)
+                self.leaders.advance(request)
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
         self.pool.release(plan.release_after)
@@ -428,3 +495,5 @@ class Scheduler:
         self.tables.check(requests)
         self.transfers.check()
         self.shadow.check(self.queues.loading)
+        self.leaders.check([*self.queues.running, *self.queues.loading])
+        self.forks.check(requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.sampling_params import SamplingParams
@@ -25,31 +25,50 @@ class TracedRequest:
 
 
 def make_trace(rng: random.Random, num_requests: int, abort_rate: float, max_prompt: int = 120) -> list[TracedRequest]:
-    """Requests that share prefixes of a few documents, end at different lengths, some by an EOS token."""
+    """Requests that share prefixes of a few documents, end at different lengths, some by an EOS token; some are choices
+    of one prompt."""
     documents = [[rng.randrange(VOCAB_SIZE) for _ in range(max_prompt)] for _ in range(4)]
-    trace = []
-    for i in range(num_requests):
+    trace: list[TracedRequest] = []
+    while len(trace) < num_requests:
         document = rng.choice(documents)
         shared = rng.randrange(0, max_prompt - 8)
         own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((0, 1, 3, 8)))]
         prompt = (document[:shared] + own) or [rng.randrange(VOCAB_SIZE)]
-        max_tokens = rng.choice((1, 2, 5, 17, 40))
-        ignore_eos = rng.random() < 0.5
-        sequence = expected_tokens(prompt, max_tokens, VOCAB_SIZE)
-        output, reason = sequence[len(prompt) :], "length"
-        if not ignore_eos and EOS in output:
-            output, reason = output[: output.index(EOS) + 1], "stop"
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        request = EngineRequest(
-            f"r{i}",
-            tuple(prompt),
-            params,
-            seed=0,
-            eos_token_ids=(EOS,),
-            priority=rng.randrange(3),
-            tenant=rng.choice("abc"),
-        )
-        arrives = rng.randrange(60)
-        aborts = arrives + rng.randrange(40) if rng.random() < abort_rate else None
-        trace.append(TracedRequest(request, arrives, aborts, tuple(output), reason))
+        num_choices = rng.choice((1, 1, 1, 1, 1, 2, 4, 9))
+        first = TracedRequest(_request(rng, f"r{len(trace)}", prompt), rng.randrange(60), None, (), "")
+        for choice in range(min(num_choices, num_requests - len(trace))):
+            group = first.request.request_id if num_choices > 1 else ""
+            request = replace(
+                _request(rng, f"r{len(trace)}", prompt),
+                group=group,
+                choice=choice,
+                priority=first.request.priority,
+                tenant=first.request.tenant,
+            )
+            arrives = first.arrives + (rng.randrange(20) if rng.random() < 0.1 else 0)
+            aborts = arrives + rng.randrange(40) if rng.random() < abort_rate else None
+            trace.append(_answered(TracedRequest(request, arrives, aborts, (), "")))
     return sorted(trace, key=lambda t: t.arrives)
+
+
+def _request(rng: random.Random, name: str, prompt: list[int]) -> EngineRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=rng.choice((1, 2, 5, 17, 40)), ignore_eos=rng.random() < 0.5)
+    return EngineRequest(
+        name,
+        tuple(prompt),
+        params,
+        seed=0,
+        eos_token_ids=(EOS,),
+        priority=rng.randrange(3),
+        tenant=rng.choice("abc"),
+    )
+
+
+def _answered(traced: TracedRequest) -> TracedRequest:
+    """With the output and the finish reason that the ledger model must give it."""
+    prompt, params = traced.request.prompt_ids, traced.request.params
+    assert params.max_tokens is not None
+    output, reason = expected_tokens(prompt, params.max_tokens, VOCAB_SIZE)[len(prompt) :], "length"
+    if not params.ignore_eos and EOS in output:
+        output, reason = output[: output.index(EOS) + 1], "stop"
+    return replace(traced, output=tuple(output), finish_reason=reason)
