@@ -143,6 +143,7 @@ class GenerateFlags:
     frequency_penalty: Annotated[float, _sampling("--frequency-penalty", "0: none.")] = 0.0
     seed: Annotated[int | None, _sampling("--seed", "Of the random numbers.")] = None
     n: Annotated[int, _sampling("--n", "Choices.", min=1)] = 1
+    best_of: Annotated[int | None, _sampling("--best-of", "Sequences, of which the --n likeliest are choices.")] = None
     stop: Annotated[list[str] | None, _sampling("--stop", "String that ends the text; may be repeated.")] = None
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", "Go on past the end of text.")] = False
 
@@ -158,6 +159,7 @@ class GenerateFlags:
             frequency_penalty=self.frequency_penalty,
             seed=self.seed,
             n=self.n,
+            best_of=self.best_of,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,

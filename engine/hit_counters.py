@@ -2,7 +2,7 @@
 
 Lookup tokens: prompt tokens minus one of each request when it is first scheduled. Hit tokens: those of them that
 were not computed, a partly matching block's included, under the tier that served them. Resumption after preemption
-counts nowhere.
+counts nowhere, nor does what a choice takes from another one of the same prompt.
 """
 
 from __future__ import annotations

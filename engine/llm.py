@@ -18,6 +18,7 @@ from pagetier.engine.build import ServeConfig, build_engine
 from pagetier.engine.detokenizer import IncrementalDetokenizer
 from pagetier.engine.interrupts import held_interrupts
 from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.ranking import best_indices, cumulative_logprob, sequence_params
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.tokenizer import Tokenizer
 from pagetier.kvstore.config import StoreConfig, parse_size
@@ -29,8 +30,8 @@ STORE_WAIT_S = 0.0005  # between looks at a store that everything waits for
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. finish_reason: stop or length. stop_reason: the stop string or token id that ended it, if one
-    did.
+    """One choice. finish_reason: stop or length. stop_reason: the stop string or token id that ended it, if one did.
+    cumulative_logprob: of its tokens, None where no log-probabilities were asked for.
     """
 
     index: int
@@ -39,11 +40,13 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt's answer, its choices in order. cached_tokens: prompt tokens that were not computed, by tier."""
+    """A prompt's answer, its choices in order, with `best_of` the likeliest first. cached_tokens: prompt tokens that
+    were not computed, by tier."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -122,6 +125,8 @@ class LLM:
                     answers.append(answer)
                     deliver_interrupt()
                 self._run(open_choices, progress, deliver_interrupt)
+                for answer, own in zip(answers, one_each, strict=True):
+                    _rank(answer, own)
             finally:
                 self._engine.core.abort(list(open_choices))
         return answers
@@ -132,8 +137,10 @@ class LLM:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         answer = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        for index in range(params.n):
-            request = self._request(ids, replace(params, n=1), seed, index, cache_salt)
+        own = replace(sequence_params(params), n=1, best_of=None)
+        group = f"llm-{self._num_requests}" if params.num_sequences > 1 else ""
+        for index in range(params.num_sequences):
+            request = self._request(ids, own, seed, index, cache_salt, group)
             answer.outputs.append(CompletionOutput(index))
             open_choices[request.request_id] = _Choice(answer, answer.outputs[-1], request, self.tokenizer)
             self._engine.core.add_request(request)
@@ -151,7 +158,9 @@ class LLM:
         """The `lookup` and `tiers` figures of `GET /stats`."""
         return self._engine.core.stats()
 
-    def _request(self, ids: list[int], params: SamplingParams, seed: int, index: int, salt: str) -> EngineRequest:
+    def _request(
+        self, ids: list[int], params: SamplingParams, seed: int, index: int, salt: str, group: str
+    ) -> EngineRequest:
         self._num_requests += 1
         return EngineRequest(
             request_id=f"llm-{self._num_requests}",
@@ -162,6 +171,7 @@ class LLM:
             eos_token_ids=tuple(self.tokenizer.eos_token_ids),
             cache_salt=salt,
             arrival_s=time.monotonic(),
+            group=group,
         )
 
     def _run(self, choices: dict[str, _Choice], progress: bool, deliver_interrupt: Callable[[], None]) -> None:
@@ -199,6 +209,7 @@ class _Choice:
         self, answer: RequestOutput, output: CompletionOutput, request: EngineRequest, tokenizer: Tokenizer
     ) -> None:
         self._answer, self._output = answer, output
+        self._is_first = request.choice == 0
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, request.prompt_ids, stop=request.params.stop, min_tokens=request.params.min_tokens
         )
@@ -210,7 +221,8 @@ class _Choice:
         output, detokenizer = self._output, self._detokenizer
         output.token_ids.extend(step.token_ids)
         output.logprobs.extend(step.logprobs)
-        self._answer.cached_tokens = self._answer.cached_tokens or dict(step.cached_tokens)
+        if self._is_first:  # the others share its prompt
+            self._answer.cached_tokens = dict(step.cached_tokens)
         text_ids = step.token_ids[:-1] if step.stop_token_id is not None else step.token_ids
         output.text += detokenizer.push(text_ids)
         if detokenizer.stopped is None and step.finish_reason is not None:
@@ -219,6 +231,22 @@ class _Choice:
         if detokenizer.stopped is not None:
             output.finish_reason, output.stop_reason = "stop", detokenizer.stopped
         return output.finish_reason is not None
+
+
+def _rank(answer: RequestOutput, params: SamplingParams) -> None:
+    """Leave the `n` likeliest sequences, best first, where more were generated."""
+    if params.logprobs is None and not params.is_ranked:
+        return
+    scores = [cumulative_logprob(output.logprobs) for output in answer.outputs]
+    for output, score in zip(answer.outputs, scores, strict=True):
+        output.cumulative_logprob = score
+    if not params.is_ranked:
+        return
+    answer.outputs = [answer.outputs[index] for index in best_indices(scores, params.n)]
+    for index, output in enumerate(answer.outputs):
+        output.index = index
+        if params.logprobs is None:
+            output.logprobs = []
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:

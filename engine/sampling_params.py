@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20  # as OpenAI
 class SamplingParams:
     """vLLM's names and meanings.
 
+    best_of: how many sequences are generated, of which the `n` likeliest are the answer; None: n.
     temperature: 0 is greedy. top_k: 0 or -1 is all. seed: None draws one per request. max_tokens: None is up to the
     model's length. logprobs: number of top alternatives to report, None for none. stop: strings that end the text and
     are not part of it. stop_token_ids: ids that end it.
@@ -29,6 +30,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     n: int = 1
+    best_of: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -47,12 +49,23 @@ class SamplingParams:
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or 1 << 31), "0 to max_tokens"),
             ("n", 1 <= self.n <= 128, "1 to 128"),
+            ("best_of", self.best_of is None or self.n <= self.best_of <= 128, f"n ({self.n}) to 128"),
             ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             ("stop", len(self.stop) <= 16 and all(map(_is_text, self.stop)), "at most 16 non-empty texts"),
         ):
             if not ok:
                 raise ConfigError.bad_value(name, getattr(self, name), allowed)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated for a prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more are generated than answered, so that they must be compared."""
+        return self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:

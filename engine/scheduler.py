@@ -337,6 +337,7 @@ class Scheduler:
         self._set_computed(request, fork.num_full * self.config.block_size)
         if fork.num_partial:
             self._copy_partial(plan, request, shared[-1], fork.num_partial)
+        request.counted = True  # its prompt was looked up once, for the choice that computed it
         self._run(plan, request)
         return True
 

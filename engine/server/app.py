@@ -165,7 +165,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         check_key(request, service.api_key)
         body = parse_body(CompletionRequest, await read_body(request))
-        model = service.admit(body, len(body.prompts) * (body.n or 1))
+        model = service.admit(body, body.num_sequences)
         request_id = f"cmpl-{uuid.uuid4().hex}"
         answer = CompletionAnswer(service.tokenizer, request_id, model, body.logprobs is not None)
         prepared = await service.preparer.completion(body, request_id)

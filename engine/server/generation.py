@@ -7,12 +7,14 @@ deltas, so that they cannot disagree. Knows nothing of HTTP.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.detokenizer import IncrementalDetokenizer
 from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.ranking import best_indices, cumulative_logprob
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError, OutputStream
 from pagetier.engine.server.errors import ApiError, engine_dead, shutting_down
 from pagetier.engine.server.preparation import PreparedRequest
@@ -71,7 +73,7 @@ class TextOptions:
 
 
 class _Choice:
-    """One sequence's text so far."""
+    """One sequence's text so far, and the cumulative log-probability of its tokens where it is reported."""
 
     def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer, options: TextOptions) -> None:
         self.index = index
@@ -94,12 +96,14 @@ class _Choice:
         )
         self._offset = 0
         self.num_tokens = 0
+        self.score = 0.0
         self.last_output_s: float | None = None
 
     def take(self, output: TokenOutput) -> ChoiceDelta:
         """The delta of an engine output; `finish_reason` is set on self when the choice is over."""
         text: list[str] = []
         tokens: list[ScoredToken] = []
+        num_before = self.num_tokens
         stop_reason: str | int | None = None
         for position, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
@@ -118,6 +122,7 @@ class _Choice:
                 self.finish_reason, stop_reason = "stop", self._detokenizer.stopped
             elif output.stop_token_id is not None and output.stop_token_id not in self._eos_token_ids:
                 stop_reason = output.stop_token_id
+        self.score += cumulative_logprob(output.logprobs[: self.num_tokens - num_before])
         return ChoiceDelta(self.index, "".join(text), tuple(tokens), self.finish_reason, stop_reason)
 
     def _score(self, token_id: int, logprobs: TokenLogprobs | None, into: list[ScoredToken]) -> None:
@@ -141,7 +146,9 @@ class Generation:
             request.request_id: _Choice(index, request, tokenizer, options)
             for index, request in enumerate(prepared.sequences)
         }
-        self._num_choices = prepared.params.n
+        self._num_sequences, self._num_choices = prepared.params.num_sequences, prepared.params.n
+        self._held: dict[int, list[ChoiceDelta]] = {}  # by choice, until those of its prompt can be ranked
+        self._deltas: deque[ChoiceDelta] = deque()
         self._echo = dict(enumerate(prepared.echo_texts))
         self._echoed: set[int] = set()
         self.usage = Usage(prepared.num_prompt_tokens, cached=dict.fromkeys(client.ready.tiers, 0))
@@ -158,16 +165,26 @@ class Generation:
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def next(self, timeout_s: float | None = None) -> ChoiceDelta | None:
-        """The next delta; None when all choices have ended. Raises ApiError, TimeoutError."""
-        output = await self._stream.next(timeout_s)
-        if output is None:
-            self.timing.end_s = time.monotonic()
-            return None
+        """The next delta; None when all choices have ended. Raises ApiError, TimeoutError.
+
+        Where more sequences are generated than answered, all of a prompt's choices come once the last has ended.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._deltas:
+            output = await self._stream.next(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            if output is None:
+                self.timing.end_s = time.monotonic()
+                return None
+            self._take(output)
+        return self._deltas.popleft()
+
+    def _take(self, output: TokenOutput) -> None:
+        """An output becomes a delta, now or later. Raises ApiError."""
         if output.finish_reason in ("error", "abort"):
             raise self._failure(output)
         choice = self._choices[output.request_id]
         if choice.finish_reason is not None:
-            return ChoiceDelta(choice.index, "")  # outputs that were on their way when a stop string ended it
+            return  # it was on its way when a stop string ended the choice
         self._mark(choice)
         self._count_cached(choice.index, output)
         before = choice.num_tokens
@@ -175,7 +192,24 @@ class Generation:
         self.usage.completion_tokens += choice.num_tokens - before
         if choice.finish_reason is not None and output.finish_reason is None:
             self._stream.abort(output.request_id)
-        return self._with_echo(delta)
+        if self._num_sequences == self._num_choices:
+            self._deltas.append(self._with_echo(delta))
+        else:
+            self._hold(choice, delta)
+
+    def _hold(self, choice: _Choice, delta: ChoiceDelta) -> None:
+        """Keep a delta until all sequences of its prompt have ended; then the best of them are the choices."""
+        self._held.setdefault(choice.index, []).append(delta)
+        prompt = choice.index // self._num_sequences
+        first = prompt * self._num_sequences
+        sequences = list(self._choices.values())[first : first + self._num_sequences]
+        if any(sequence.finish_reason is None for sequence in sequences):
+            return
+        for rank, best in enumerate(best_indices([s.score for s in sequences], self._num_choices)):
+            whole = _joined(self._held.get(first + best, []), prompt * self._num_choices + rank)
+            self._deltas.append(self._with_echo(whole))
+        for sequence in sequences:
+            self._held.pop(sequence.index, None)
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
         while (delta := await self.next()) is not None:
@@ -201,8 +235,8 @@ class Generation:
         choice.last_output_s = now_s
 
     def _count_cached(self, index: int, output: TokenOutput) -> None:
-        prompt = index // self._num_choices
-        if prompt in self._cached_seen or index % self._num_choices:
+        prompt = index // self._num_sequences
+        if prompt in self._cached_seen or index % self._num_sequences:
             return
         self._cached_seen.add(prompt)
         for tier, num_tokens in output.cached_tokens.items():
@@ -216,3 +250,10 @@ class Generation:
         if output.error == str(shutting_down()):
             return shutting_down()
         return ApiError(500, output.error or "the engine failed", code="engine_error")
+
+
+def _joined(deltas: list[ChoiceDelta], index: int) -> ChoiceDelta:
+    """All of a choice in one delta, under another index."""
+    last = deltas[-1]
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    return ChoiceDelta(index, "".join(delta.text for delta in deltas), tokens, last.finish_reason, last.stop_reason)

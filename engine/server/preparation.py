@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pagetier.engine.identity import salt_bytes
 from pagetier.engine.messages import EngineRequest
+from pagetier.engine.ranking import sequence_params
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.server.cache_protocol import PrefixFields
 from pagetier.engine.server.errors import ApiError
@@ -30,7 +31,8 @@ SEED_MASK = (1 << 64) - 1  # negative seeds are allowed
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """One API request, ready for the engine. Sequence i is choice i % n of prompt i // n and has index i.
+    """One API request, ready for the engine. Sequence i is number i % k of prompt i // k, where k is
+    `params.num_sequences`.
 
     echo_texts: one per prompt, put before the text of its choices; empty unless asked for.
     """
@@ -166,15 +168,15 @@ class Preparer:
         root = self._root(ready, salt)
         seed = (params.seed if params.seed is not None else self._seeds.getrandbits(63)) & SEED_MASK
         now_s = time.monotonic()
-        sequences = []
+        sequences, count = [], params.num_sequences
         for index, ids in enumerate(prompts):
             names = chain_names(root, ids, ready.block_size, hash_=self._hash)
             keys = b"".join(name.key for name in names)
             sequences += [
                 EngineRequest(
-                    request_id=f"{request_id}-{index * params.n + choice}",
+                    request_id=f"{request_id}-{index * count + choice}",
                     prompt_ids=tuple(ids),
-                    params=params,
+                    params=sequence_params(params),
                     seed=seed,
                     choice=choice,
                     eos_token_ids=self._ready.eos_token_ids,
@@ -184,8 +186,9 @@ class Preparer:
                     priority=body.priority,
                     arrival_s=now_s,
                     tenant=body.user or "",
+                    group=f"{request_id}/{index}" if count > 1 else "",
                 )
-                for choice in range(params.n)
+                for choice in range(count)
             ]
         return PreparedRequest(request_id, tuple(sequences), params, sum(map(len, prompts)), echo)
 

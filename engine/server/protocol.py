@@ -35,7 +35,7 @@ IGNORED = frozenset(
 # Fields that are understood and refused, with the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "best_of": (1,),
+    "best_of": (1,),  # for chats, as in OpenAI's API
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -135,7 +135,9 @@ class SharedFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, best_of: int | None = None
+    ) -> SamplingParams:
         """The engine's view. Raises ApiError with the field at fault."""
         given = {
             "temperature": self.temperature,
@@ -153,6 +155,7 @@ class SharedFields(BaseModel):
                 **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
                 seed=self.seed,
                 max_tokens=max_tokens,
+                best_of=best_of,
                 stop=self.stop_strings,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=self.ignore_eos,
@@ -178,7 +181,13 @@ class CompletionRequest(SharedFields):
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_sequences(self) -> int:
+        """How many it asks for, over all prompts."""
+        return len(self.prompts) * max(self.n or 1, self.best_of or 1)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -199,7 +208,7 @@ class CompletionRequest(SharedFields):
         return self
 
     def params(self) -> SamplingParams:
-        return self.sampling_params(self.max_tokens, self.logprobs)
+        return self.sampling_params(self.max_tokens, self.logprobs, self.best_of)
 
 
 class TextPart(BaseModel):

@@ -295,7 +295,7 @@ def _parse_params(items: list[Any]) -> SamplingParams:
 _REAL_PARAMS = frozenset(
     ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 )
-_OPTIONAL_PARAMS = frozenset(("seed", "max_tokens", "logprobs"))
+_OPTIONAL_PARAMS = frozenset(("seed", "max_tokens", "logprobs", "best_of"))
 _LIST_PARAMS = frozenset(("stop", "stop_token_ids", "logit_bias"))
 
 
@@ -327,6 +327,7 @@ def _submit_body(message: Submit) -> list[Any]:
         r.priority,
         r.arrival_s,
         r.tenant,
+        r.group,
     ]
 
 
@@ -336,7 +337,7 @@ def _parse_submit(fields: _Fields) -> Submit:
     seed, choice = fields.number(), fields.number()
     eos_token_ids = _all(int, fields.array(), "eos_token_ids")
     salt, keys, root, priority, arrival_s = fields.text(), fields.data(), fields.data(), fields.number(), fields.real()
-    tenant = fields.text()
+    tenant, group = fields.text(), fields.text()
     fields.end()
     if len(prompt) % 4 or not prompt:
         raise ProtocolError(f"Submit: prompt of {len(prompt)} bytes is not a non-empty array of u32")
@@ -356,6 +357,7 @@ def _parse_submit(fields: _Fields) -> Submit:
             priority=priority,
             arrival_s=arrival_s,
             tenant=tenant,
+            group=group,
         )
     )
 

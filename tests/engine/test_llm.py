@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ PARAMS = {
         temperature=2.0, seed=3, max_tokens=NUM_NEW, min_tokens=5, stop=("e", "th"), stop_token_ids=tuple(range(5, 25))
     ),
     "one token": SamplingParams(temperature=1.0, seed=2, max_tokens=1, n=3),
+    "the best of": SamplingParams(temperature=1.5, seed=4, max_tokens=12, n=2, best_of=5),
 }
 CONFIGS: dict[str, Mapping[str, Any]] = {
     "tight": {"num_tokens": 128, "max_num_batched_tokens": 23},
@@ -123,6 +125,21 @@ def test_the_options_bite(alone: dict[str, list[Any]]) -> None:
     assert "stop" in reasons
     drawn, repeated = alone["drawn, with log-probabilities"][2], alone["penalties"][2]
     assert drawn[0][1] != drawn[1][1] and len(set(repeated[0][1])) > NUM_NEW // 2
+
+
+def test_the_best_of_are_the_likeliest(checkpoint: Path) -> None:
+    """Those that `n` alone would give, ordered by their cumulative log-probability; nothing unasked is told."""
+    drawn = SamplingParams(temperature=1.5, seed=4, max_tokens=12, logprobs=0)
+    with llm_of(checkpoint) as llm:
+        every = llm.generate([PROMPTS[0]], replace(drawn, n=6))[0].outputs
+        best = llm.generate([PROMPTS[0]], replace(drawn, n=2, best_of=6, logprobs=None))[0].outputs
+    sums = [sum(token.logprob for token in output.logprobs if token is not None) for output in every]
+    assert [output.cumulative_logprob for output in every] == pytest.approx(sums)
+    assert len(set(sums)) == 6, "each choice has random numbers of its own"
+    order = sorted(range(6), key=lambda i: -sums[i])[:2]
+    assert [output.token_ids for output in best] == [every[i].token_ids for i in order]
+    assert [output.index for output in best] == [0, 1] and not best[0].logprobs
+    assert [output.cumulative_logprob for output in best] == pytest.approx([sums[i] for i in order])
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -141,6 +141,8 @@ def test_unknown_fields_are_refused_with_the_nearest_known_name() -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
+        ({"best_of": 0}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["fine", "half \ud800"]}, "stop"),

@@ -77,7 +77,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, {"best_of": 4}, {"n": 2, "best_of": 4, "stop": "ld"}], ids=str)
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"logprobs": 0}, {"logprobs": 2}], ids=str)
 def test_completions_agree(stack: Stack, options: dict[str, Any], more: dict[str, Any]) -> None:
     body = {"prompt": TEXT, "max_tokens": 40} | more | options
@@ -113,6 +113,23 @@ def test_chats_agree(stack: Stack, options: dict[str, Any], logprobs: dict[str, 
     }
     assert folded_chat(events) == expected
     assert same_counts(events[-1]["usage"], whole["usage"])
+
+
+@pytest.mark.parametrize("prompt", [TEXT, [TEXT, "abc"]], ids=["one prompt", "two"])
+def test_the_best_of_are_the_likeliest(stack: Stack, prompt: Any) -> None:
+    """Best first, and nothing of the log-probabilities they are ranked by is told unless asked for."""
+    body = {"prompt": prompt, "max_tokens": 5, "ignore_eos": True}
+    every = stack.post("/v1/completions", body | {"n": 4, "logprobs": 0})["choices"]
+    best = stack.post("/v1/completions", body | {"n": 2, "best_of": 4})
+    expected = []
+    for first in range(0, len(every), 4):
+        mine = every[first : first + 4]
+        ranked = sorted(mine, key=lambda c: (-sum(c["logprobs"]["token_logprobs"]), c["index"]))
+        expected += [c["text"] for c in ranked[:2]]
+    assert [c["text"] for c in best["choices"]] == expected
+    assert [c["index"] for c in best["choices"]] == list(range(len(expected)))
+    assert all(c["logprobs"] is None for c in best["choices"])
+    assert best["usage"]["completion_tokens"] == 5 * len(every), "all that was generated counts"
 
 
 def same_counts(one: dict[str, Any], other: dict[str, Any]) -> bool:

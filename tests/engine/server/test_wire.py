@@ -23,6 +23,7 @@ REQUEST = EngineRequest(
         top_k=3,
         seed=-7,
         max_tokens=None,
+        best_of=4,
         stop=("a", "é"),
         stop_token_ids=(5,),
         ignore_eos=True,
@@ -37,6 +38,8 @@ REQUEST = EngineRequest(
     root=bytes(32),
     priority=-3,
     arrival_s=12.5,
+    tenant="me",
+    group="cmpl-1/0",
 )
 OUTPUT = TokenOutput(
     request_id="cmpl-1-0",
