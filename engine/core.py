@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagetier.engine.restore_cost import RestoreCost
 from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
 from pagetier.engine.transfers import Transfers
+from pagetier.engine.waiting_reasons import count_reasons
 from pagetier.kvstore.errors import ClosedError
 from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
@@ -35,7 +37,8 @@ class EngineCore:
 
     root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
     statistics. make_policy: a policy of one's own instead of the configuration's. poison: overwrites device blocks;
-    with it, blocks are overwritten as soon as they are free. Closing closes the runner and the connector.
+    with it, blocks are overwritten as soon as they are free. clock: seconds. Closing closes the runner and the
+    connector.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class EngineCore:
         num_groups: int = 1,
         make_policy: MakePolicy | None = None,
         poison: Callable[[Sequence[int]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -69,9 +73,9 @@ class EngineCore:
             prefill_s=runner.prefill_s,
         )
         cost = RestoreCost(runner.prefill_s)
-        transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost)
+        transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost, clock)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
-        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name), policy)
+        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name), policy, clock)
         self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
         self._closed = False
         self._is_stepping = self._is_stalled = False
@@ -170,7 +174,7 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """`lookup`, `tiers`, `preemptions` and `harmful_hits` of `GET /stats`, and `requests` by state."""
-        scheduler = self.scheduler
+        scheduler, preemption = self.scheduler, self.scheduler.preemption
         tiers = {"device": self._device_stats()}
         tiers.update(self._connector.stats() if self._connector is not None else {})
         for name, tier in tiers.items():
@@ -181,9 +185,15 @@ class EngineCore:
             "lookup": scheduler.hits.as_dict(),
             "tiers": tiers,
             "preemptions": {
-                "recompute": scheduler.preemption.num_preemptions - scheduler.preemption.num_swaps,
-                "swap": scheduler.preemption.num_swaps,
+                "recompute": preemption.num_preemptions - preemption.num_swaps,
+                "swap": preemption.num_swaps,
             },
+            "resumptions": {
+                "recomputed_tokens": preemption.recomputed_tokens,
+                "swapped_out_bytes": preemption.swapped_out_blocks * self._block_nbytes,
+                "swapped_in_bytes": preemption.swapped_in_blocks * self._block_nbytes,
+            },
+            "waiting": count_reasons(scheduler.queues),
             "harmful_hits": 0,
             "verify": scheduler.shadow.as_dict(),
             "block_size": self.config.block_size,
@@ -209,6 +219,10 @@ class EngineCore:
     def take_events(self) -> tuple[list[tuple[Any, ...]], int]:
         """Some of what came and went since the last call, as `KvEvent`s, and how many events before it are lost."""
         return self._tap.take()
+
+    def timelines(self, name: str) -> list[dict[str, Any]]:
+        """What happened to a request, or to each sequence of an API request, and when; empty for unknown names."""
+        return self.scheduler.timelines.of(name)
 
     def _device_stats(self) -> dict[str, Any]:
         pool, index = self.scheduler.pool, self.scheduler.index

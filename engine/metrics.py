@@ -109,7 +109,9 @@ class _EngineCollector(Collector):
             return
         self._block_size = self.stats["block_size"]
         yield from self._requests(self.stats.get("requests", {}))
-        yield from self._lookups(self.stats["lookup"], self.stats["preemptions"])
+        yield from self._waiting(self.stats["waiting"])
+        yield from self._lookups(self.stats["lookup"])
+        yield from self._preemptions(self.stats["preemptions"], self.stats["resumptions"])
         yield from self._tiers(self.stats["tiers"])
         yield from self._verify(self.stats["verify"])
         yield from self._residency(self.stats["residency"])
@@ -120,14 +122,32 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences in the running batch", requests.get("running", 0))
         yield self._gauge("vllm:num_requests_waiting", "Sequences queued or loading their prefix", waiting)
 
-    def _lookups(self, lookup: Mapping[str, Any], preemptions: Mapping[str, int]) -> Iterable[Metric]:
+    def _waiting(self, waiting: Mapping[str, int]) -> Iterable[Metric]:
+        yield self._gauge("vllm:num_requests_swapped", "Sequences swapped out to lower tiers", waiting["swapped"])
+        by_reason = GaugeMetricFamily("pagetier_requests_waiting", "Sequences by what they wait for", labels=["reason"])
+        for reason, count in waiting.items():
+            by_reason.add_metric([reason], count)
+        yield by_reason
+
+    def _lookups(self, lookup: Mapping[str, Any]) -> Iterable[Metric]:
         yield self._count("vllm:prefix_cache_queries", "Prompt tokens looked up", lookup["lookup_tokens"])
         yield self._count("vllm:prefix_cache_hits", "Prompt tokens served by any tier", lookup["hit_tokens"])
+
+    def _preemptions(self, preemptions: Mapping[str, int], resumptions: Mapping[str, int]) -> Iterable[Metric]:
         yield self._count("vllm:num_preemptions", "Preemptions of any kind", sum(preemptions.values()))
         by_mode = CounterMetricFamily("pagetier_preemptions", "Preemptions by mode", labels=["mode"])
         for mode, count in preemptions.items():
             by_mode.add_metric([mode], count)
         yield by_mode
+        yield self._count(
+            "pagetier_recomputed_tokens",
+            "Tokens computed again after a preemption",
+            resumptions["recomputed_tokens"],
+        )
+        swapped = CounterMetricFamily("pagetier_swapped_bytes", "KV bytes of preempted sequences", labels=["direction"])
+        for direction in ("out", "in"):
+            swapped.add_metric([direction], resumptions[f"swapped_{direction}_bytes"])
+        yield swapped
 
     def _verify(self, verify: Mapping[str, int]) -> Iterable[Metric]:
         for name, field, text in (

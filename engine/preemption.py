@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from pagetier.engine.admission import has_outgrown
 from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.coming_free import ComingFree
 from pagetier.engine.config import EngineConfig
-from pagetier.engine.plan import StepPlan
 from pagetier.engine.queues import Queues
 from pagetier.engine.request import Request, RequestState
 from pagetier.engine.tables import BlockTables
+from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Transfers
-from pagetier.engine.victims import choose_victim
+from pagetier.engine.victims import MAX_CANDIDATES, choose_victim
 
 
 class Preemption:
@@ -21,7 +21,8 @@ class Preemption:
 
     is_held_up: whether a waiting request could not be admitted yet, whatever room there was. send_back: a running
     request waits again, without KV. end: a request ends for lack of room. num_preemptions, num_swaps: of any kind since
-    start; those of them by way of the lower tiers.
+    start; those of them by way of the lower tiers. recomputed_tokens, swapped_out_blocks, swapped_in_blocks: what
+    became of the KV that was taken.
     """
 
     def __init__(
@@ -31,70 +32,107 @@ class Preemption:
         tables: BlockTables,
         transfers: Transfers,
         queues: Queues,
-        launched: deque[StepPlan],
+        coming_free: ComingFree,
+        timelines: Timelines,
         is_held_up: Callable[[Request], bool],
         send_back: Callable[[Request], None],
         end: Callable[[Request], None],
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
+        self.recomputed_tokens = self.swapped_out_blocks = self.swapped_in_blocks = 0
         self._config, self._pool, self._tables = config, pool, tables
-        self._transfers, self._queues, self._launched = transfers, queues, launched
+        self._transfers, self._queues, self._coming_free = transfers, queues, coming_free
+        self._timelines = timelines
         self._is_held_up, self._send_back, self._end = is_held_up, send_back, end
 
     def find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Give a running request blocks for `num_tokens` tokens, those of later ones if need be; False when it has to
         wait, or was itself preempted or ended."""
         while not self._tables.grow(request, num_tokens):
-            if not self._make_room(request) or request.state is not RequestState.RUNNING:
+            missing = self._tables.num_missing(request, num_tokens)
+            if not self._make_room(request, missing) or request.state is not RequestState.RUNNING:
                 return False
         return True
 
-    def _make_room(self, request: Request) -> bool:
-        """The request found no block. Wait if some are coming free; else preempt the last by rank, or end a request
-        that is alone and has outgrown the pool. Whether one was preempted."""
-        if self._transfers.holds_blocks or any(step.release_after for step in self._launched):
+    def _make_room(self, request: Request, num_missing: int) -> bool:
+        """The request found no blocks. Wait if enough are coming free; else preempt one of those behind it, or itself,
+        or end a request that is alone and has outgrown the pool. Whether one was preempted."""
+        if self._pool.num_available + self._coming_free.count() >= num_missing:
             return False
         running = self._queues.running
         if len(running) > 1:
-            self._preempt(choose_victim(request, running, self._pool, self._transfers.cost, self._may_swap))
+            self._preempt(self._choose(running[running.index(request) + 1 :] or [request]))
             return True
-        if not request.num_in_flight and not self._queues.loading:
+        if not (request.num_in_flight or self._queues.loading or self._coming_free.is_pending):
             self._end(request)
         return False
 
-    def make_way(self) -> bool:
-        """Preempt running requests, the last by rank first, for a waiting one that outranks them and finds no seat or
-        no blocks; whether any was. It is admitted when their blocks have come free, a step or two later."""
+    def start_early(self) -> None:
+        """Begin to swap the next victim out at a low-water mark, two steps' growth of all: its blocks come free only
+        once they are saved, and till then the others still find some."""
+        running, room = self._queues.running, self._pool.num_available
+        if not self._may_swap or len(running) < 2 or room >= 2 * len(running):
+            return
+        growth = sum(self._tables.num_missing(one, min(one.num_tokens + 1, one.max_tokens)) for one in running)
+        if room + self._coming_free.count() >= growth:
+            return
+        victim = self._choose(running[1:])
+        if self._is_swapped(victim):
+            self._preempt(victim)
+
+    def _choose(self, candidates: list[Request]) -> Request:
+        return choose_victim(candidates, self._pool, self._transfers.cost, self._may_swap)
+
+    def make_way(self) -> None:
+        """Preempt running requests for a waiting one that outranks them and finds no seat or no blocks. It is admitted
+        when their blocks have come free, a step or two later."""
         running, waiting = self._queues.running, self._queues.waiting
         request = next(waiting.candidates(), None)
         if request is None or not running or not waiting.outranks(request, running[-1]):
-            return False
+            return
         if has_outgrown(request, self._config) or self._is_held_up(request):
-            return False  # others would take what it was given
+            return  # others would take what it was given
         num_missing = -(-request.num_tokens // self._config.block_size) - len(self._tables.match(request).nodes)
-        num_preemptions = self.num_preemptions
         while running and waiting.outranks(request, running[-1]):
-            num_coming = self._pool.num_available + sum(len(step.release_after) for step in self._launched)
+            num_coming = self._pool.num_available + self._coming_free.count()
             has_seat = self._queues.num_seated < self._config.max_num_seqs
             if has_seat and num_coming >= num_missing + len(running):
                 break
-            self._preempt(running[-1])
-        return self.num_preemptions > num_preemptions
+            self._preempt(self._choose([one for one in running[-MAX_CANDIDATES:] if waiting.outranks(request, one)]))
 
     @property
     def _may_swap(self) -> bool:
-        return self._transfers.enabled and self._config.preemption_mode != "recompute"
+        """Whether the tiers may be given a victim's blocks; stuck ones would only keep them."""
+        transfers = self._transfers
+        return transfers.enabled and self._config.preemption_mode != "recompute" and not transfers.is_stuck
+
+    def _is_swapped(self, request: Request) -> bool:
+        """Whether a request that is preempted now is given to the lower tiers."""
+        if not self._may_swap or request.tip is None:
+            return False
+        if self._config.preemption_mode == "swap":
+            return True
+        num_blocks = request.num_indexed_blocks
+        num_unsaved = len(self._transfers.unsaved(request.tip))
+        return self._transfers.cost.prefers_swap(num_blocks * self._config.block_size, num_blocks, num_unsaved)
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks of a running request. It gets their content back when its turn comes again: from the device
         while it lasts, from the lower tiers, which are given it now if that is the cheaper way, or by computing it."""
         self.num_preemptions += 1
         request.num_preemptions += 1
-        if self._may_swap and request.tip is not None:
-            unsaved = self._transfers.unsaved(request.tip)
-            always = self._config.preemption_mode == "swap"
-            num_tokens = request.num_indexed_blocks * self._config.block_size
-            if always or self._transfers.cost.prefers_swap(num_tokens, request.num_indexed_blocks, len(unsaved)):
-                self.num_swaps += 1
-                self._transfers.save(unsaved)
+        tip, num_blocks, num_tokens = request.tip, request.num_indexed_blocks, request.num_committed_tokens
+        is_swapped = self._is_swapped(request)
         self._send_back(request)
+        request.preempted_by, request.num_lost_tokens = "swap" if is_swapped else "recompute", num_tokens
+        if is_swapped and tip is not None:
+            self.num_swaps += 1
+            self.swapped_out_blocks += self._transfers.swap_out(request, tip, num_blocks)
+        self._timelines.note(request, "preempted", by=request.preempted_by, tokens=num_tokens)
+
+    def resumed(self, request: Request, num_loaded_blocks: int) -> None:
+        """A request runs, for the first time or again, with its computed tokens; so many blocks of them were loaded."""
+        if request.preempted_by:
+            self.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
+            self.swapped_in_blocks += num_loaded_blocks
+            request.preempted_by = ""

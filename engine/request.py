@@ -59,11 +59,13 @@ class Request:
         "num_in_flight",
         "num_indexed_blocks",
         "num_known_tokens",
+        "num_lost_tokens",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tabled_blocks",
         "order",
+        "preempted_by",
         "root",
         "sampled_row",
         "sampled_step",
@@ -106,6 +108,8 @@ class Request:
         self.cached_tokens: dict[str, int] = {}
         self.counted = False  # its lookup tokens are in the statistics
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # whose KV a preemption took
+        self.preempted_by = ""  # swap or recompute, until it runs again
 
     @property
     def request_id(self) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from pagetier.engine.admission import has_outgrown, refusal
 from pagetier.engine.batch import StepResult, TokenLogprobs
 from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.coming_free import ComingFree
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.forks import Fork, Forks
 from pagetier.engine.hit_counters import HitCounters
@@ -32,6 +34,7 @@ from pagetier.engine.queues import Queues
 from pagetier.engine.request import Request, RequestState
 from pagetier.engine.shadow import ShadowChecks
 from pagetier.engine.tables import BlockTables
+from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Loaded, Transfers
 from pagetier.kvstore.keys import Hash
 
@@ -53,12 +56,14 @@ class Scheduler:
         root_of: Callable[[str], bytes],
         hash_: Hash,
         policy: Policy,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.pool = pool
         self.index = index
         self.transfers = transfers
         self.hits = HitCounters()
+        self.timelines = Timelines(clock)
         self.launched: deque[StepPlan] = deque()
         self.queues = Queues(policy)
         self.tables = BlockTables(config, pool, index, hash_, self.launched)
@@ -71,7 +76,8 @@ class Scheduler:
             self.tables,
             transfers,
             self.queues,
-            self.launched,
+            ComingFree(pool, transfers, self.launched),
+            self.timelines,
             is_held_up=self._is_held_up,
             send_back=self._send_back,
             end=self._end_for_lack_of_room,
@@ -98,6 +104,7 @@ class Scheduler:
         request.max_tokens = min(request.max_tokens, self.config.max_model_len)
         self._num_added += 1
         self._requests[spec.request_id] = request
+        self.timelines.begin(request)
         self.forks.add(request)
         self.queues.wait(request)
 
@@ -128,6 +135,7 @@ class Scheduler:
         self.queues.leave(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
+        self.timelines.end(request)
         self.queues.waiting.finish(request)
         self.forks.remove(request)
         self._let_go(request)
@@ -146,8 +154,10 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
         self._look_ahead()
-        made_way = self.preemption.make_way()
-        may_admit = self._plan_running(plan) and not made_way
+        num_preemptions = self.preemption.num_preemptions
+        self.preemption.make_way()
+        self.preemption.start_early()
+        may_admit = self._plan_running(plan) and self.preemption.num_preemptions == num_preemptions
         self.shadow.plan(plan, self._budget(plan))
         if may_admit:
             self._plan_waiting(plan)
@@ -166,7 +176,7 @@ class Scheduler:
 
         Behind one that waits for blocks only those go on that need none: the next to come free are not theirs.
         """
-        budget, num_preemptions, is_blocked = self._budget(plan), self.preemption.num_preemptions, False
+        budget, is_blocked = self._budget(plan), False
         num_later = len(self.queues.running)
         for request in list(self.queues.running):
             num_later -= 1
@@ -183,7 +193,7 @@ class Scheduler:
                 continue
             self._add_row(plan, request, num_new)
             budget -= num_new
-        return not is_blocked and self.preemption.num_preemptions == num_preemptions
+        return not is_blocked
 
     def _share(self, budget: int, num_later: int) -> int:
         """How much of `budget` a request may take that has `num_later` running ones behind it: the prefill of one that
@@ -246,6 +256,8 @@ class Scheduler:
             request.num_placeholders += 1
             request.sampled_step, request.sampled_row = plan.step, sample
         plan.add(PlannedRow(request, start, end, sample, request.epoch, pending_row))
+        if num_new > 1:
+            self.timelines.computed(request, start, end)
         self.queues.waiting.charge(request, num_new)
         request.num_computed_tokens = end
         request.num_in_flight += 1
@@ -316,6 +328,7 @@ class Scheduler:
             self.tables.forget_fresh(request.block_ids[num_device:tier_end])
             self.queues.load(request)
             self.transfers.load(request, num_device, tier_end)
+            self.timelines.note(request, "loading", tokens=[t * self.config.block_size for t in (num_device, tier_end)])
             return True
         if match.partial is not None:
             self.tables.touch_part(match.partial)
@@ -338,6 +351,7 @@ class Scheduler:
         if fork.num_partial:
             self._copy_partial(plan, request, shared[-1], fork.num_partial)
         request.counted = True  # its prompt was looked up once, for the choice that computed it
+        self.timelines.note(request, "forked", source=fork.source.request_id, tokens=request.num_computed_tokens)
         self._run(plan, request)
         return True
 
@@ -390,9 +404,11 @@ class Scheduler:
     def _set_computed(self, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens = request.num_committed_tokens = num_tokens
 
-    def _start_running(self, request: Request, cached_tokens: dict[str, int]) -> None:
+    def _start_running(self, request: Request, cached_tokens: dict[str, int], num_loaded_blocks: int = 0) -> None:
         self.transfers.release(request)
+        self.preemption.resumed(request, num_loaded_blocks)
         self.queues.start(request)
+        self.timelines.note(request, "running", cached_tokens={tier: n for tier, n in cached_tokens.items() if n})
         if not request.counted:
             request.counted = True
             request.cached_tokens = {tier: n for tier, n in cached_tokens.items() if n}
@@ -427,7 +443,7 @@ class Scheduler:
         for node in self.tables.index_blocks(request):
             node.saved = tiers_state
         self.leaders.advance(request)
-        self._start_running(request, cached)
+        self._start_running(request, cached, len(tiers))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Take in the oldest launched step's samples: outputs, newly full blocks, ended requests."""

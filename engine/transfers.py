@@ -7,7 +7,7 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pagetier.connectors.base import Connector
@@ -18,6 +18,7 @@ from pagetier.engine.restore_cost import RestoreCost
 from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
 
+PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
 STORED = (BlockStatus.OK, BlockStatus.EXISTS)
 
 
@@ -31,6 +32,15 @@ class Loaded:
     request: Request
     tiers: tuple[str, ...]
     quiesced: bool
+
+
+@dataclass(slots=True)
+class _Swap:
+    """What a swapped-out request's blocks are under way in: when all of it has ended, they are looked up, and thereby
+    pinned until the request runs again."""
+
+    saves: set[int]
+    num_blocks: int
 
 
 class Transfers:
@@ -56,6 +66,7 @@ class Transfers:
         self._loads: dict[int, Request | None] = {}  # None: the request is gone
         self._destinations: dict[int, list[int]] = {}
         self._saves: dict[int, list[Node]] = {}
+        self._swaps: dict[Request, _Swap] = {}
 
     @property
     def enabled(self) -> bool:
@@ -104,6 +115,20 @@ class Transfers:
         self._saves[job] = list(nodes)
         self._started_s[job] = self._clock()
 
+    def swap_out(self, request: Request, tip: Node, num_blocks: int) -> int:
+        """Give the lower tiers what they do not have of a preempted request's chain, which ends in `tip`, and have them
+        keep all of it until the request is loaded again; how many blocks they were given."""
+        unsaved = self.unsaved(tip)
+        self.save(unsaved)
+        self._swaps[request] = _Swap(set(self._saves), num_blocks)  # write-through of the prompt may be among them
+        return len(unsaved)
+
+    def _pin_swapped(self) -> None:
+        """Look up what has been swapped out by now."""
+        for request, swap in [(request, swap) for request, swap in self._swaps.items() if not swap.saves]:
+            self.release(request)  # the answer to an earlier question may be shorter; it also ends the swap
+            self.look_up(request, 0, swap.num_blocks)
+
     def unsaved(self, tip: Node) -> list[Node]:
         """The nodes of the chain that ends in `tip`, head first, that the lower tiers were not given."""
         chain, node, tiers_state = [], tip, self.tiers_state
@@ -125,6 +150,7 @@ class Transfers:
 
     def release(self, request: Request) -> None:
         """Give back the request's ticket, if any; whatever it started runs to its end unseen."""
+        self._swaps.pop(request, None)
         if request.job is not None:
             self._loads[request.job] = None
             request.job = None
@@ -155,7 +181,23 @@ class Transfers:
                     self._pool.release(self._destinations.pop(done.job))
                 case PutDone():
                     self._end_save(done)
+        self._pin_swapped()
         return loaded
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether one of them has been under way for so long that more should not be begun without need."""
+        oldest_s = next(iter(self._started_s.values()), None)
+        return oldest_s is not None and oldest_s < self._clock() - PATIENCE_S
+
+    def passing_blocks(self) -> Iterator[list[int]]:
+        """Blocks of saves and of loads that began a moment ago, a list for each. Once a load has been answered, nobody
+        knows when its late bytes have come."""
+        oldest_s = self._clock() - PATIENCE_S
+        for job, started_s in self._started_s.items():
+            if started_s < oldest_s:
+                continue
+            yield self._destinations[job] if job in self._destinations else [n.block for n in self._saves[job]]
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request = self._loads.pop(done.job)
@@ -174,6 +216,8 @@ class Transfers:
 
     def _end_save(self, done: PutDone) -> None:
         nodes = self._saves.pop(done.job)
+        for swap in self._swaps.values():
+            swap.saves.discard(done.job)
         self.cost.observe_save(len(nodes), self._clock() - self._started_s.pop(done.job))
         for node, status in zip(nodes, done.statuses, strict=True):
             if status not in STORED:

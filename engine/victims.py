@@ -12,14 +12,10 @@ from pagetier.engine.restore_cost import RestoreCost
 MAX_CANDIDATES = 8  # to price every running request in a step that lacks a block would be the longest part of it
 
 
-def choose_victim(
-    request: Request, running: Sequence[Request], pool: BlockPool, cost: RestoreCost, may_swap: bool
-) -> Request:
-    """Of the last in `running` (by rank), none of them before `request`, the one whose KV is cheapest to bring back for
-    each block that only it holds; `request` itself when it is the last."""
-    candidates = running[-MAX_CANDIDATES:]
-    if request in candidates:
-        candidates = candidates[candidates.index(request) + 1 :] or [request]
+def choose_victim(candidates: Sequence[Request], pool: BlockPool, cost: RestoreCost, may_swap: bool) -> Request:
+    """Of the last few candidates (by rank) the one whose KV is cheapest to bring back for each block that only it
+    holds."""
+    candidates = candidates[-MAX_CANDIDATES:]
     return min(reversed(candidates), key=lambda one: _restore_s(one, pool, cost, may_swap))
 
 

@@ -7,11 +7,12 @@ Owns routes and what a request passes before it is generated: key, model, queue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,10 +223,21 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
                     for name, tier in counters["tiers"].items()
                 },
                 "preemptions": counters["preemptions"],
+                "resumptions": counters["resumptions"],
                 "harmful_hits": counters["harmful_hits"],
                 "verify": counters["verify"],
             }
         )
+
+    @app.get("/v1/requests/{request_id}")
+    async def timelines(request_id: str, request: Request) -> Response:
+        """What happened to a request under way or one of the last that ended: queued, computed, preempted, loaded."""
+        check_key(request, service.api_key)
+        with _engine_errors():
+            sequences = await service.client.timelines(request_id, STATS_TIMEOUT_S)
+        if not sequences:
+            raise ApiError(404, f"request {request_id!r} is not known, or ended too long ago", code="request_not_found")
+        return JSONResponse({"id": request_id, "sequences": sequences})
 
     @app.get("/identity")
     async def identity(request: Request) -> Response:
@@ -246,8 +258,15 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _engine_stats(service: Service) -> dict[str, Any]:
-    try:
+    with _engine_errors():
         return await service.client.stats(STATS_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """A question to the engine that fails is an ApiError."""
+    try:
+        yield
     except EngineDeadError as error:
         raise engine_dead(str(error)) from None
     except TimeoutError:

@@ -155,6 +155,13 @@ class EngineClient:
         answer: dict[str, Any] = await self._ask(wire.StatsQuery, timeout_s)
         return answer
 
+    async def timelines(self, request_id: str, timeout_s: float) -> list[dict[str, Any]]:
+        """What happened to each sequence of an API request; empty when it is not known. Raises TimeoutError,
+        EngineDeadError."""
+        answer = await self._ask(lambda ticket: wire.TimelineQuery(ticket, request_id), timeout_s)
+        sequences: list[dict[str, Any]] = answer["sequences"]
+        return sequences
+
     async def set_weights_version(self, version: str, timeout_s: float) -> None:
         """Use no KV of before; `ready` has the new identity then. Raises TimeoutError (it then comes true later),
         EngineDeadError."""

@@ -1,6 +1,6 @@
 """The engine's side of the link: one thread that drains requests, steps the core and sends tokens.
 
-Owns the loop and its life: start, idle sleep, orderly end. Knows the core only by the six verbs of `Core`, the API side
+Owns the loop and its life: start, idle sleep, orderly end. Knows the core only by the verbs of `Core`, the API side
 only by the messages of `wire`. The same loop runs as the main thread of its own process or as a thread of the API's.
 """
 
@@ -60,6 +60,8 @@ class Core(Protocol):
     def follow_events(self, wanted: bool) -> None: ...
 
     def take_events(self) -> tuple[list[tuple[Any, ...]], int]: ...
+
+    def timelines(self, name: str) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,8 @@ class EngineLoop:
                     self._abort(request_ids)
                 case wire.StatsQuery(ticket):
                     self._link.send(wire.StatsAnswer(ticket, self._core.stats()))
+                case wire.TimelineQuery(ticket, request_id):
+                    self._link.send(wire.StatsAnswer(ticket, {"sequences": self._core.timelines(request_id)}))
                 case wire.SetWeightsVersion(ticket, version):
                     self._link.send(wire.IdentityChanged(ticket, self._engine.set_weights_version(version)))
                 case wire.Question(ticket, verb, fields):

@@ -49,6 +49,15 @@ class StatsQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class TimelineQuery:
+    """Ask what happened to a request, by its own name or that of its API request; a StatsAnswer whose `sequences` tell
+    comes back with the ticket."""
+
+    ticket: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetWeightsVersion:
     """The weights were changed in place: KV of before must not be used. `ticket` comes back with the answer."""
 
@@ -141,7 +150,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class StatsAnswer:
-    """The core's counters, in the shape of GET /stats without model, domain and uptime."""
+    """The core's counters, in the shape of GET /stats without model, domain and uptime; or the answer to another
+    query."""
 
     ticket: int
     stats: dict[str, Any]
@@ -159,11 +169,12 @@ Message = (
     Submit
     | Abort
     | StatsQuery
-    | SetWeightsVersion
     | Question
     | Answer
     | Follow
     | Events
+    | TimelineQuery
+    | SetWeightsVersion
     | Shutdown
     | Ready
     | IdentityChanged
@@ -420,6 +431,12 @@ def _parse_stats_query(fields: _Fields) -> StatsQuery:
     return StatsQuery(ticket)
 
 
+def _parse_timeline_query(fields: _Fields) -> TimelineQuery:
+    ticket, request_id = fields.number(), fields.text()
+    fields.end()
+    return TimelineQuery(ticket, request_id)
+
+
 def _parse_set_weights_version(fields: _Fields) -> SetWeightsVersion:
     ticket, version = fields.number(), fields.text()
     fields.end()
@@ -510,6 +527,7 @@ _BODIES: Mapping[type, Callable[[Any], list[Any]]] = {
     Submit: _submit_body,
     Abort: lambda m: [list(m.request_ids)],
     StatsQuery: lambda m: [m.ticket],
+    TimelineQuery: lambda m: [m.ticket, m.request_id],
     SetWeightsVersion: lambda m: [m.ticket, m.version],
     IdentityChanged: lambda m: [m.ticket, m.identity],
     Question: lambda m: [m.ticket, m.verb, m.fields],
@@ -526,6 +544,7 @@ _PARSERS: Mapping[str, Callable[[_Fields], Message]] = {
     "Submit": _parse_submit,
     "Abort": _parse_abort,
     "StatsQuery": _parse_stats_query,
+    "TimelineQuery": _parse_timeline_query,
     "SetWeightsVersion": _parse_set_weights_version,
     "IdentityChanged": _parse_identity_changed,
     "Question": _parse_question,

@@ -66,6 +66,10 @@ def random_config(rng: random.Random, trace: list[TracedRequest]) -> EngineConfi
     )
 
 
+def ledger_root(salt: str) -> bytes:
+    return root_key(DOMAIN, salt.encode())
+
+
 class Clock:
     """Time that passes only when told to."""
 
@@ -176,7 +180,12 @@ def run_engine(
     runner = parts.runner(blocks, VOCAB_SIZE, expected, lazy=rng.random() < 0.7)
     connector = parts.connector(make_store(rng, tiers, clock, blocks.block_nbytes), blocks) if tiers else None
     core = EngineCore(
-        config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()), poison=blocks.poison
+        config,
+        runner,
+        connector,
+        root_of=lambda salt: root_key(DOMAIN, salt.encode()),
+        poison=blocks.poison,
+        clock=clock,
     )
     try:
         verify(core, trace, run_trace(core, trace, clock))

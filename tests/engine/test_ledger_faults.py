@@ -15,15 +15,14 @@ from pagetier.connectors.staged import StagedConnector
 from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
-from pagetier.kvstore.keys import root_key
 from pagetier.kvstore.store import TieredStore
 from tests.engine.ledger import LedgerBlocks, LedgerRunner
 from tests.engine.test_ledger import (
-    DOMAIN,
     MAX_STEPS,
     SOUND,
     Answer,
     Clock,
+    ledger_root,
     make_store,
     random_config,
     random_tiers,
@@ -181,7 +180,12 @@ def run_faulty(
     runner.rng, runner.rate = random.Random(rng.random()), rate
     connector = connect(make_store(rng, tiers, clock, blocks.block_nbytes), blocks, rng) if tiers else None
     core = EngineCore(
-        config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()), poison=blocks.poison
+        config,
+        runner,
+        connector,
+        root_of=ledger_root,
+        poison=blocks.poison,
+        clock=clock,
     )
     try:
         outcome = run_until_empty(core, trace, clock)

@@ -69,7 +69,7 @@ class Rig:
         expected = {r.request_id: expected_tokens(r.prompt_ids, r.params.max_tokens or 0, VOCAB_SIZE) for r in requests}
         runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=True)
         self.connector: Any = connector(store_of(blocks, self.clock, faults, with_nvme), blocks)
-        self.core = EngineCore(config, runner, self.connector, root_of=root_of)
+        self.core = EngineCore(config, runner, self.connector, root_of=root_of, clock=self.clock)
 
     def step(self) -> dict[str, int]:
         """Tokens of each request that came with this step."""

@@ -105,7 +105,12 @@ class Rig:
         runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=self.rng.random() < 0.7)
         connector = LocalConnector(self.store(blocks.block_nbytes), blocks)
         core = EngineCore(
-            config, runner, connector, root_of=lambda salt: root_key(DOMAIN, salt.encode()), poison=blocks.poison
+            config,
+            runner,
+            connector,
+            root_of=lambda salt: root_key(DOMAIN, salt.encode()),
+            poison=blocks.poison,
+            clock=self.clock,
         )
         try:
             verify(core, self.trace, run_trace(core, self.trace, self.clock))

@@ -184,12 +184,17 @@ class DoubleCore:
                 "nvme": nvme | tier | {"breaker": "closed"},
             },
             "preemptions": {"recompute": 0, "swap": 0},
+            "resumptions": {"recomputed_tokens": 0, "swapped_out_bytes": 0, "swapped_in_bytes": 0},
+            "waiting": dict.fromkeys(("turn", "leader", "lookup", "load", "swapped", "preempted"), 0),
             "harmful_hits": 0,
             "verify": {"shadow_one_in": 0, "checked": 0, "differing": 0, "skipped": 0},
             "block_size": BLOCK_SIZE,
             "residency": Residency().as_dict(),
             "requests": {"running": len(self.running), "waiting": 0, "loading": 0, "aborted": self.num_aborted},
         }
+
+    def timelines(self, name: str) -> list[dict[str, Any]]:
+        return [{"request_id": key, "events": []} for key in self.running if key.rpartition("-")[0] == name]
 
     def close(self, timeout_s: float) -> None:
         time.sleep(min(self.close_s, timeout_s))

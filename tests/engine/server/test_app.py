@@ -161,9 +161,23 @@ def test_api_key_guards_the_openai_routes() -> None:
         assert stack.http.get("/health").status_code == 200
 
 
+def test_the_timeline_of_a_request_is_asked_by_its_id(slow: Stack) -> None:
+    """While it runs; an unknown one is a 404."""
+    body = ENDLESS | {"prompt": "abc", "n": 2, "stream": True}
+    with slow.http.stream("POST", "/v1/completions", json=body) as answer:
+        first = next(line for line in answer.iter_lines() if line.startswith("data: "))
+        name = json.loads(first.removeprefix("data: "))["id"]
+        told = httpx.get(f"{slow.url}/v1/requests/{name}").json()
+        assert told["id"] == name
+        assert [sequence["request_id"] for sequence in told["sequences"]] == [f"{name}-0", f"{name}-1"]
+    missing = slow.http.get("/v1/requests/cmpl-nobody")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "request_not_found")
+
+
 def test_stats_have_the_documented_shape(stack: Stack) -> None:
     stats = stack.stats()
-    assert list(stats) == ["model", "domain", "uptime_s", "lookup", "tiers", "preemptions", "harmful_hits", "verify"]
+    counters = ["lookup", "tiers", "preemptions", "resumptions", "harmful_hits", "verify"]
+    assert list(stats) == ["model", "domain", "uptime_s", *counters]
     assert (stats["model"], stats["domain"]) == ("double", DOMAIN.hex())
     assert set(stats["lookup"]) == {"lookup_tokens", "hit_tokens", "hit_rate"}
     assert list(stats["tiers"]["device"]) == [

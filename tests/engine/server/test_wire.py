@@ -55,6 +55,7 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.Submit(REQUEST),
     wire.Abort(("a", "b")),
     wire.StatsQuery(3),
+    wire.TimelineQuery(5, "cmpl-1"),
     wire.SetWeightsVersion(4, "v2"),
     wire.IdentityChanged(4, b"encoded identity"),
     wire.Shutdown(2.5),

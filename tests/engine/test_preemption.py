@@ -1,0 +1,178 @@
+"""Swapping out: begun in time, one victim at a time, kept below till it is loaded again; stuck bytes hold up nobody."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pagetier.connectors.local import LocalConnector
+from pagetier.engine.config import EngineConfig
+from pagetier.engine.core import EngineCore
+from pagetier.engine.messages import EngineRequest
+from pagetier.engine.transfers import PATIENCE_S
+from pagetier.kvstore.block import Part
+from pagetier.kvstore.executor import SeededExecutor
+from pagetier.kvstore.job import Completion, PutDone
+from pagetier.kvstore.memory import MemoryTier
+from pagetier.kvstore.store import TieredStore
+from tests.engine.ledger import LedgerBlocks, LedgerRunner, expected_tokens
+from tests.engine.test_ledger import Clock
+from tests.engine.test_scheduler import request, root_of
+from tests.engine.trace import VOCAB_SIZE
+
+
+class SlowToPut(LocalConnector):
+    """Puts are done when the test says so."""
+
+    is_holding = False
+
+    def poll(self) -> list[Completion]:
+        held: list[Completion] = getattr(self, "held", [])
+        held = [*held, *super().poll()]
+        ready = [done for done in held if not (self.is_holding and isinstance(done, PutDone))]
+        self.held = [done for done in held if done not in ready]
+        return ready
+
+
+class Rig:
+    """A core on the ledger model over one tier; `left`: tokens that requests have yet to get."""
+
+    def __init__(self, config: EngineConfig, requests: list[EngineRequest], capacity: int = 1 << 20) -> None:
+        self.clock, self.step_s = Clock(), 0.001
+        blocks = LedgerBlocks(config.num_blocks, config.block_size)
+        self.tier = MemoryTier(capacity, name="nvme", clock=self.clock, sleep=self.clock.sleep)
+        store = TieredStore(
+            [self.tier],
+            part=Part(0, 0, 1, 0, 1),
+            payload_bytes=blocks.block_nbytes,
+            clock=self.clock,
+            make_executor=SeededExecutor.inline().factory,
+        )
+        self.connector = SlowToPut(store, blocks)
+        expected = {r.request_id: expected_tokens(r.prompt_ids, r.params.max_tokens or 0, VOCAB_SIZE) for r in requests}
+        runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=True)
+        self.core = EngineCore(config, runner, self.connector, root_of=root_of, poison=blocks.poison, clock=self.clock)
+        self.left = {r.request_id: r.params.max_tokens or 0 for r in requests}
+        self.reasons: dict[str, str | None] = {}
+        for each in requests:
+            self.core.add_request(each)
+
+    def step(self) -> set[str]:
+        """The requests that got a token."""
+        self.clock.sleep(self.step_s)
+        came = set()
+        for output in self.core.step():
+            self.left[output.request_id] -= len(output.token_ids)
+            self.reasons[output.request_id] = output.finish_reason
+            came.add(output.request_id)
+        return came
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.core.scheduler.preemption.num_preemptions
+
+
+def config(num_blocks: int, depth: int = 2, mode: str = "swap") -> EngineConfig:
+    return EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=400,
+        block_size=8,
+        pipeline_depth=depth,
+        preemption_mode=mode,
+        paranoid=True,
+    )
+
+
+def prompts(count: int, num_prompt: int, max_tokens: int) -> list[EngineRequest]:
+    rng = random.Random(3)
+    return [request(f"r{i}", [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)], max_tokens) for i in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_swap_begins_before_anybody_waits(depth: int) -> None:
+    """With two steps' growth left: when the last block is given out, the victim's come free."""
+    rig = Rig(config(23, depth), prompts(4, 37, 60))
+    while not rig.num_preemptions:
+        rig.step()
+    assert rig.core.scheduler.pool.num_available > 0, "the pool had run dry"
+    victim = next(iter(rig.core.scheduler.queues.waiting)).request_id
+    assert victim == "r3", "the latest"
+    for _ in range(8):
+        assert rig.step() >= {"r0", "r1", "r2"}, "nobody else lost a step"
+    assert rig.num_preemptions == 1
+    while rig.core.has_work():
+        rig.step()
+    assert set(rig.left.values()) == {0}
+    rig.core.close()
+
+
+def test_who_finds_no_block_waits_for_those_coming_free() -> None:
+    """One victim is enough, however long its bytes take; those with room go on."""
+    rig = Rig(config(23), prompts(4, 37, 60))
+    rig.connector.is_holding = True
+    for _ in range(200):
+        rig.step()
+    assert rig.num_preemptions == 1 and rig.core.scheduler.pool.num_available == 0
+    assert all(rig.left[f"r{i}"] for i in range(3)), "they wait"
+    rig.connector.is_holding = False
+    while rig.core.has_work():
+        rig.step()
+    assert set(rig.left.values()) == {0}
+    rig.core.close()
+
+
+def test_nobody_counts_on_stuck_bytes() -> None:
+    """A tier that hangs keeps the blocks it was given; after a while others are preempted instead."""
+    rig = Rig(config(30), prompts(4, 37, 60))
+    rig.connector.is_holding = True
+    rig.step_s = PATIENCE_S / 50
+    for _ in range(600):
+        rig.step()
+    assert rig.left["r0"] == 0 and rig.num_preemptions > 1
+    rig.connector.is_holding = False
+    while rig.core.has_work():
+        rig.step()
+    assert set(rig.left.values()) == {0} and set(rig.reasons.values()) == {"length"}
+    rig.core.close()
+
+
+def test_what_was_swapped_out_is_pinned_until_it_is_loaded() -> None:
+    """All of its blocks, its prompt's included, from the end of the puts until the request runs again."""
+    rig = Rig(config(23), prompts(4, 37, 60))
+    while not rig.num_preemptions:
+        rig.step()
+    victim = next(iter(rig.core.scheduler.queues.waiting))
+    num_blocks = victim.num_known_tokens // 8
+    for _ in range(3):
+        rig.step()
+    assert victim.request_id == "r3" and rig.tier.num_pinned >= num_blocks - 1
+    while rig.left["r0"]:
+        assert rig.tier.num_pinned >= num_blocks - 1
+        rig.step()
+    while rig.core.has_work():
+        rig.step()
+    assert rig.tier.num_pinned == 0 and set(rig.left.values()) == {0}
+    rig.core.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "hybrid"])
+@pytest.mark.parametrize("capacity_blocks", [0, 3, 1000])
+@pytest.mark.parametrize("share", [2.0, 1.0, 0.5])
+def test_pools_of_twice_once_and_half_a_request(share: float, capacity_blocks: int, mode: str) -> None:
+    """Over a tier of any size: all end, those for whom there is no room with what fits."""
+    requests = prompts(6, 61, 40)
+    need = -(-(61 + 40) // 8)
+    blocks = max(1, int(need * share))
+    rig = Rig(config(blocks, mode=mode), requests, capacity=max(1, capacity_blocks * 128))
+    for _ in range(5000):
+        rig.step()
+        if not rig.core.has_work():
+            break
+    assert not rig.core.has_work(), "wedged"
+    wanted = {"length"} if 61 <= blocks * 8 else {"error"}
+    assert set(rig.reasons.values()) == wanted
+    if share >= 1:
+        assert set(rig.left.values()) == {0}
+    assert rig.core.scheduler.pool.num_referenced == 0 and rig.tier.num_pinned == 0
+    rig.core.close()
