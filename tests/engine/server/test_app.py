@@ -165,7 +165,8 @@ def test_the_timeline_of_a_request_is_asked_by_its_id(slow: Stack) -> None:
     """While it runs; an unknown one is a 404."""
     body = ENDLESS | {"prompt": "abc", "n": 2, "stream": True}
     with slow.http.stream("POST", "/v1/completions", json=body) as answer:
-        first = next(line for line in answer.iter_lines() if line.startswith("data: "))
+        lines = answer.iter_lines()  # closes the stream when it is dropped
+        first = next(line for line in lines if line.startswith("data: "))
         name = json.loads(first.removeprefix("data: "))["id"]
         told = httpx.get(f"{slow.url}/v1/requests/{name}").json()
         assert told["id"] == name
