@@ -21,7 +21,7 @@ from pagetier.kvstore.errors import PagetierError, ProtocolError
 from pagetier.kvstore.identity import domain_of
 from pagetier.kvstore.keys import pack_tokens, unpack_tokens
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 20  # one sequence a message: a million-token prompt with its keys is 6 MB
 MAX_ITEMS = 1 << 20  # entries of one msgpack array or map
 MAX_TEXT_BYTES = 1 << 16  # ids, salts, error lines
