@@ -193,6 +193,8 @@ def test_stats_have_the_documented_shape(stack: Stack) -> None:
         "corrupt",
         "quarantined",
         "scrubbed_bytes",
+        "read_bytes",
+        "written_bytes",
         "breaker",
     ]
     assert sum(tier["hit_rate"] for tier in stats["tiers"].values()) == pytest.approx(stats["lookup"]["hit_rate"])
