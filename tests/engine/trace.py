@@ -24,35 +24,49 @@ class TracedRequest:
     finish_reason: str
 
 
-def make_trace(rng: random.Random, num_requests: int, abort_rate: float, max_prompt: int = 120) -> list[TracedRequest]:
+@dataclass(frozen=True)
+class TraceSize:
+    """Of the longest prompt and the outputs in tokens, of the time in which requests arrive in steps."""
+
+    max_prompt: int = 120
+    outputs: tuple[int, ...] = (1, 2, 5, 17, 40)
+    num_steps: int = 60
+
+
+LONG, SHORT = TraceSize(), TraceSize(16, (1, 4, 12, 20, 20), 9)
+
+
+def make_trace(rng: random.Random, num_requests: int, abort_rate: float, size: TraceSize = LONG) -> list[TracedRequest]:
     """Requests that share prefixes of a few documents, end at different lengths, some by an EOS token; some are choices
     of one prompt."""
-    documents = [[rng.randrange(VOCAB_SIZE) for _ in range(max_prompt)] for _ in range(4)]
+    documents = [[rng.randrange(VOCAB_SIZE) for _ in range(size.max_prompt)] for _ in range(4)]
     trace: list[TracedRequest] = []
     while len(trace) < num_requests:
         document = rng.choice(documents)
-        shared = rng.randrange(0, max_prompt - 8)
+        shared = rng.randrange(0, size.max_prompt - 8)
         own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((0, 1, 3, 8)))]
         prompt = (document[:shared] + own) or [rng.randrange(VOCAB_SIZE)]
         num_choices = rng.choice((1, 1, 1, 1, 1, 2, 4, 9))
-        first = TracedRequest(_request(rng, f"r{len(trace)}", prompt), rng.randrange(60), None, (), "")
+        first = TracedRequest(
+            _request(rng, f"r{len(trace)}", prompt, size), rng.randrange(size.num_steps), None, (), ""
+        )
         for choice in range(min(num_choices, num_requests - len(trace))):
             group = first.request.request_id if num_choices > 1 else ""
             request = replace(
-                _request(rng, f"r{len(trace)}", prompt),
+                _request(rng, f"r{len(trace)}", prompt, size),
                 group=group,
                 choice=choice,
                 priority=first.request.priority,
                 tenant=first.request.tenant,
             )
-            arrives = first.arrives + (rng.randrange(20) if rng.random() < 0.1 else 0)
+            arrives = first.arrives + (rng.randrange(size.num_steps // 3) if rng.random() < 0.1 else 0)
             aborts = arrives + rng.randrange(40) if rng.random() < abort_rate else None
             trace.append(_answered(TracedRequest(request, arrives, aborts, (), "")))
     return sorted(trace, key=lambda t: t.arrives)
 
 
-def _request(rng: random.Random, name: str, prompt: list[int]) -> EngineRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=rng.choice((1, 2, 5, 17, 40)), ignore_eos=rng.random() < 0.5)
+def _request(rng: random.Random, name: str, prompt: list[int], size: TraceSize) -> EngineRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=rng.choice(size.outputs), ignore_eos=rng.random() < 0.5)
     return EngineRequest(
         name,
         tuple(prompt),
