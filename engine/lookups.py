@@ -23,6 +23,8 @@ class Lookups:
 
     def may_ask(self, request: Request) -> bool:
         """Whether the tiers may be asked about a waiting request, for the first or for another time."""
+        if request.skips_tiers:
+            return False
         return request.ticket is None and request.lookup_tries < MAX_LOOKUPS and not request.num_placeholders
 
     def ask(self, request: Request, num_device: int) -> None:
@@ -37,7 +39,7 @@ class Lookups:
 
     def wants(self, request: Request, num_device: int) -> bool:
         """Whether the lower tiers must be asked (again) before the request can be admitted."""
-        if not self._transfers.enabled or self._end(request) <= num_device:
+        if not self._transfers.enabled or request.skips_tiers or self._end(request) <= num_device:
             return False
         if request.lookup_tries == 0:
             return True

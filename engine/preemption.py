@@ -116,6 +116,13 @@ class Preemption:
         num_unsaved = len(self._transfers.unsaved(request.tip))
         return self._transfers.cost.prefers_swap(num_blocks * self._config.block_size, num_blocks, num_unsaved)
 
+    def _is_loaded(self, request: Request) -> bool:
+        """Whether a request that is not swapped out takes from the lower tiers what they happen to have of it."""
+        if not self._may_swap or request.tip is None:
+            return False
+        num_saved = request.num_indexed_blocks - len(self._transfers.unsaved(request.tip))
+        return self._transfers.cost.prefers_load(num_saved * self._config.block_size, num_saved)
+
     def _preempt(self, request: Request) -> None:
         """Take all blocks of a running request. It gets their content back when its turn comes again: from the device
         while it lasts, from the lower tiers, which are given it now if that is the cheaper way, or by computing it."""
@@ -123,7 +130,9 @@ class Preemption:
         request.num_preemptions += 1
         tip, num_blocks, num_tokens = request.tip, request.num_indexed_blocks, request.num_committed_tokens
         is_swapped = self._is_swapped(request)
+        skips_tiers = not is_swapped and not self._is_loaded(request)
         self._send_back(request)
+        request.skips_tiers = skips_tiers
         request.preempted_by, request.num_lost_tokens = "swap" if is_swapped else "recompute", num_tokens
         if is_swapped and tip is not None:
             self.num_swaps += 1
@@ -135,4 +144,4 @@ class Preemption:
         if request.preempted_by:
             self.recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
             self.swapped_in_blocks += num_loaded_blocks
-            request.preempted_by = ""
+            request.preempted_by, request.skips_tiers = "", False

@@ -69,6 +69,7 @@ class Request:
         "root",
         "sampled_row",
         "sampled_step",
+        "skips_tiers",
         "spec",
         "state",
         "ticket",
@@ -109,6 +110,7 @@ class Request:
         self.counted = False  # its lookup tokens are in the statistics
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # whose KV a preemption took
+        self.skips_tiers = False  # it is to be computed again, not loaded
         self.preempted_by = ""  # swap or recompute, until it runs again
 
     @property

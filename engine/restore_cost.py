@@ -64,3 +64,8 @@ class RestoreCost:
         """Whether the tiers bring it back sooner than the model does."""
         recompute_s, swap_s = self.recompute_s(num_tokens), self.swap_s(num_blocks, num_unsaved)
         return recompute_s is None or swap_s is None or swap_s < recompute_s
+
+    def prefers_load(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether to load the first `num_blocks` of so many tokens is quicker than to compute these."""
+        recompute_s, load_s = self.recompute_s(num_tokens), self.swap_s(num_blocks, 0)
+        return recompute_s is None or load_s is None or load_s < recompute_s

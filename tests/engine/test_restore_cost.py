@@ -23,6 +23,8 @@ def test_the_cheaper_way_is_taken(
     recompute_s = prefill * 16 * num_blocks
     if abs(swap_s - recompute_s) > 1e-6 * swap_s:
         assert cost.prefers_swap(16 * num_blocks, num_blocks, num_unsaved) == (swap_s < recompute_s)
+    if abs(load * num_blocks - recompute_s) > 1e-6 * recompute_s:
+        assert cost.prefers_load(16 * num_blocks, num_blocks) == (load * num_blocks < recompute_s)
 
 
 def test_what_is_not_known_is_tried() -> None:

@@ -282,7 +282,7 @@ def test_what_this_engine_wrote_is_what_it_computes(checkpoint: Path, tmp_path: 
         again = [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY)]
         stats = llm.stats()
     assert stats["verify"] == {"shadow_one_in": 1, "checked": stats["verify"]["checked"], "differing": 0, "skipped": 0}
-    assert stats["verify"]["checked"] >= 11
+    assert stats["verify"]["checked"] == 10, "each block that they have between them, once"
     assert again == first or "torch" in str(numerics)
 
 

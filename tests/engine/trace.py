@@ -47,9 +47,8 @@ def make_trace(rng: random.Random, num_requests: int, abort_rate: float, size: T
         own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((0, 1, 3, 8)))]
         prompt = (document[:shared] + own) or [rng.randrange(VOCAB_SIZE)]
         num_choices = rng.choice((1, 1, 1, 1, 1, 2, 4, 9))
-        first = TracedRequest(
-            _request(rng, f"r{len(trace)}", prompt, size), rng.randrange(size.num_steps), None, (), ""
-        )
+        spec = _request(rng, f"r{len(trace)}", prompt, size)
+        first = TracedRequest(spec, rng.randrange(size.num_steps), None, (), "")
         for choice in range(min(num_choices, num_requests - len(trace))):
             group = first.request.request_id if num_choices > 1 else ""
             request = replace(
