@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from pagetier.kvstore.block import Address, BlockName, Part
+from pagetier.kvstore.block import Address, AddressRun, BlockName, Part
 from pagetier.kvstore.job import LookupDone
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.residents import Lease
@@ -44,7 +44,7 @@ class Lookup:
         self.spent_s = 0.0  # of the ticket's budget; owner: the store's thread, once answered
         self._charged_until_s = 0.0  # owner: the store's thread
         self._part = part
-        self._addresses: list[Address] = []  # owner: whoever runs it; of the leading blocks, made as far as needed
+        self._keys: list[bytes] = []  # owner: whoever runs it; of the leading blocks, taken as far as needed
         self._runs: dict[int, tuple[int, int]] = {}  # owner: whoever runs it; port -> half-open run last found by I/O
         self._full: set[int] = set()  # owner: whoever runs it; ports whose pins reached their bound
         self._lock = threading.Lock()
@@ -81,7 +81,8 @@ class Lookup:
                 return
             self._is_answered = True
             self.spent_s = self._clock() - self._begun_s
-            tiers = tuple(self._ports[port].name for port in self._assigned)
+            names = [port.name for port in self._ports]
+            tiers = tuple(map(names.__getitem__, self._assigned))
             self._report(LookupDone(self.ticket, tiers))
 
     def first_ports(self, blocks: Sequence[BlockName]) -> list[int]:
@@ -150,19 +151,18 @@ class Lookup:
             step *= 4
         return count
 
-    def _window(self, at: int, count: int) -> list[Address]:
+    def _window(self, at: int, count: int) -> AddressRun:
         """Addresses of up to `count` blocks from `at` on."""
         end = min(at + count, len(self._names))
-        if end > len(self._addresses):
-            part = self._part
-            self._addresses += [Address(name.key, part) for name in self._names[len(self._addresses) : end]]
-        return self._addresses[at:end]
+        if end > len(self._keys):
+            self._keys += [name.key for name in self._names[len(self._keys) : end]]
+        return AddressRun(self._keys[at:end], self._part)
 
     def _until_faster(self, faster: Sequence[int], at: int, count: int) -> int:
         """Cut a run where an earlier port, one that answers at once, has a block again."""
         candidates = [self._ports[i] for i in faster if self._ports[i].at_once and i not in self._full]
         for i in range(1, count if candidates else 0):
-            if any(port.has(self._addresses[at + i]) for port in candidates):
+            if any(port.has(Address(self._keys[at + i], self._part)) for port in candidates):
                 return i
         return count
 

@@ -222,7 +222,7 @@ class PutQueue:
         with self._lock:
             if self._condemned:
                 return functools.partial(self._quarantine, list(self._condemned))
-            while self._queue and (not piece or nbytes < self._limits.piece_bytes):
+            while self._queue and (not piece or nbytes < self._limits.put_piece_bytes):
                 put = self._queue.popleft()
                 if put.write.name.parent in self._dropped:
                     orphans.append(put)

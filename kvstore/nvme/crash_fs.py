@@ -25,6 +25,8 @@ class CrashFS(Files):
     before the process is killed.
     """
 
+    depth = 1
+
     def __init__(self, disk: Disk | None = None) -> None:
         self.disk = Disk() if disk is None else disk
         self.on_operation: Callable[[str], None] | None = None

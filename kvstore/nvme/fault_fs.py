@@ -46,7 +46,8 @@ class FaultFS(Files):
 
     rule: asked before every operation, may answer with an error to raise. short: most bytes that a vectored read or
     write moves at once. rate, kinds: the chance of each operation to meet a fault, and of which kinds. delay_s: of a
-    DELAY. calls: operations by name since it was last cleared. num_open: descriptors.
+    DELAY. calls: operations by name since it was last cleared. num_open: descriptors. depth: one, so that which
+    operation fails follows from the calls made.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class FaultFS(Files):
         seed: int = 0,
         rule: Rule | None = None,
         short: int | None = None,
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self.base = Files() if base is None else base
         self.rule = rule
         self.short = short

@@ -21,7 +21,11 @@ MAX_BUFFERS = 1024  # IOV_MAX on Linux
 
 
 class Files:
-    """The real file system and its clocks."""
+    """The real file system and its clocks. depth: writes of one put that may be under way at once; with one everything
+    is done on the caller's thread, in order.
+    """
+
+    depth: int = 4  # as many keep a disk busy as eight, and a piece more costs memory bandwidth of its own
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor, not inherited by children; files are made with mode 0600."""

@@ -75,12 +75,8 @@ class RecordIndex:
 
     def num_leading(self, addresses: Iterable[bytes]) -> int:
         """How many of `addresses` are present before the first that is not. Takes no lock: a hint by contract."""
-        slots, found = self._slots, 0
-        for address in addresses:
-            if address not in slots:
-                break
-            found += 1
-        return found
+        present = list(map(self._slots.__contains__, addresses))
+        return len(present) if all(present) else present.index(False)
 
     def find(self, addresses: Sequence[bytes]) -> list[Place | None]:
         """The place of each."""
@@ -93,16 +89,21 @@ class RecordIndex:
 
     def add(self, address: bytes, parent: bytes, place: Place) -> None:
         """Make a complete record visible, as hot as its parent. One that is there already moves to `place`."""
+        self.add_all([(address, parent, place)])
+
+    def add_all(self, records: Iterable[tuple[bytes, bytes, Place]]) -> None:
+        """`add` for each, at once: (address, parent, place)."""
         with self._lock:
-            slot = self._slots.get(address)
-            if slot is None:
-                above = self._slots.get(parent)
-                if above is None:
-                    self._tick += 1
-                self._insert(address, place, self._tick if above is None else self._ticks[above])
-                return
-            self._nbytes += record_bytes(place.payload_bytes) - record_bytes(self._payload_bytes[slot])
-            self._segments[slot], self._pages[slot], self._payload_bytes[slot] = place
+            for address, parent, place in records:
+                slot = self._slots.get(address)
+                if slot is None:
+                    above = self._slots.get(parent)
+                    if above is None:
+                        self._tick += 1
+                    self._insert(address, place, self._tick if above is None else self._ticks[above])
+                    continue
+                self._nbytes += record_bytes(place.payload_bytes) - record_bytes(self._payload_bytes[slot])
+                self._segments[slot], self._pages[slot], self._payload_bytes[slot] = place
 
     def _insert(self, address: bytes, place: Place, tick: int) -> None:
         if self._free:

@@ -7,6 +7,7 @@ written, the commit block follows the bytes, the index follows the commit block.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from pagetier.kvstore.nvme.files import Buffer, Files, close_quietly, sync_folde
 from pagetier.kvstore.nvme.folder import TEMPORARY, Folder
 from pagetier.kvstore.nvme.handles import Handles, Segment
 from pagetier.kvstore.nvme.index import Place, RecordIndex
+from pagetier.kvstore.nvme.overlap import OverlappedWriter, Piece
 from pagetier.kvstore.nvme.segment import (
     COMMIT_AT,
     SUFFIX,
@@ -49,8 +52,9 @@ from pagetier.kvstore.record import (
 
 log = logging.getLogger(__name__)
 
-WRITE_BYTES = 16 << 20  # most that one write operation carries
-_MAX_RECORDS = 256  # of one write operation: three buffers each stay below IOV_MAX
+WRITE_BYTES = 64 << 20  # most that is written before a commit block
+PIECE_BYTES = 2 << 20  # of which so much goes out at once, while the next piece's checksums are made
+_MAX_RECORDS = 256  # before a commit block: three buffers each stay below IOV_MAX
 _HOT_BYTES = 32 << 20  # most that is held in memory while hot records move to a new segment
 _MAX_FAILURES = 3  # failed writes in a row after which a segment is given up
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,6 +62,7 @@ ROOM_S = 1.0  # that a start or an identity waits for another process that makes
 _MAX_LEFT_UNSYNCED = 2  # a process syncs a segment while it fills the next one
 MAX_QUARANTINE_BYTES = 8 << 20  # some twenty blocks of a 135M model
 MIN_QUARANTINE_BYTES = 16 << 10
+_CLOSE_S = 10.0
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -88,24 +93,24 @@ class LogSettings:
         return min(128 << 10, max(16 << 10, round_up(self.capacity_bytes // 64)))
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A record on its way to the log. address, parent: 40 bytes each."""
+class Pending(NamedTuple):
+    """A record on its way to the log. address, parent: 40 bytes each. nbytes: what it takes in a segment. make_header:
+    reads the whole payload for its checksum, so it is called once, right before the write.
+    """
 
     address: bytes
     parent: bytes
-    header: bytes
+    nbytes: int
+    make_header: Callable[[], bytes]
     payload: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return record_bytes(self.payload.nbytes)
 
 
 def is_aligned(view: memoryview) -> bool:
     """Whether direct I/O may use this memory."""
     if view.nbytes % PAGE_BYTES or not view.nbytes:
         return False
+    if not view.readonly:  # an eighth of the time
+        return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address % PAGE_BYTES == 0
 
@@ -137,6 +142,8 @@ class SegmentLog:
         self._failures = 0  # in a row, of the open segment
         self._last_number = 0  # in the name of a segment of ours
         self._headers = memoryview(mmap(-1, _MAX_RECORDS * PAGE_BYTES))
+        self._writer = OverlappedWriter(files)
+        self._piece_bytes = WRITE_BYTES if files.depth == 1 else PIECE_BYTES
 
     def batch(self, records: Sequence[Pending]) -> int:
         """How many leading records the open segment takes in one operation; 0: `roll` first."""
@@ -144,10 +151,11 @@ class SegmentLog:
             self._forget_open()
             return 0
         room = self._open.size - self._open.end
+        most, before = min(len(records), _MAX_RECORDS), len(self._entries)
         count = nbytes = 0
-        for record in records[:_MAX_RECORDS]:
-            nbytes += record.nbytes
-            if nbytes + footer_bytes(len(self._entries) + count + 1) > room or (count and nbytes > WRITE_BYTES):
+        while count < most:
+            nbytes += records[count].nbytes
+            if nbytes + footer_bytes(before + count + 1) > room or (count and nbytes > WRITE_BYTES):
                 break
             count += 1
         return count
@@ -155,16 +163,17 @@ class SegmentLog:
     def append(self, records: Sequence[Pending]) -> None:
         """Write a `batch`, then make it visible. Raises OSError with nothing visible."""
         segment = self._open
-        assert segment is not None and len(records) <= self.batch(records), "append without room"
+        assert segment is not None, "append without a segment"
         direct = self.direct and all(is_aligned(record.payload) for record in records)
         start, at = segment.end, segment.end
         places = []
         for record in records:
             places.append(Place(segment.ident, at // PAGE_BYTES, record.payload.nbytes))
             at += record.nbytes
+        assert at + footer_bytes(len(self._entries) + len(records)) <= segment.size, "append without room"
         fd, handle = self._handles.acquire(segment)
         try:
-            self._write(segment, fd, self._buffers(records), start, direct)
+            self._write(segment, fd, self._pieces(records, start), direct)
             commit = Commit(False, len(self._entries) + len(records), at)
             write_full(self._files, fd, [commit.pack()], COMMIT_AT)
             if self._settings.fsync == "always":
@@ -183,26 +192,31 @@ class SegmentLog:
             segment.end = at
             for record, place in zip(records, places, strict=True):
                 self._entries.append(record.address, place.page, place.payload_bytes)
-                self._index.add(record.address, record.parent, place)
+            self._index.add_all(
+                (record.address, record.parent, place) for record, place in zip(records, places, strict=True)
+            )
 
-    def _buffers(self, records: Sequence[Pending]) -> list[Buffer]:
+    def _pieces(self, records: Sequence[Pending], offset: int) -> Iterator[Piece]:
+        """Runs of records as buffers; headers are made as a piece is asked for. Each has a page of its own."""
         buffers: list[Buffer] = []
+        nbytes = 0
         for i, record in enumerate(records):
-            page = self._headers[i * PAGE_BYTES : (i + 1) * PAGE_BYTES]
-            page[:] = record.header.ljust(PAGE_BYTES, b"\0")
-            buffers += [page, record.payload]
-            padding = round_up(record.payload.nbytes) - record.payload.nbytes
-            if padding:
-                buffers.append(_ZEROS[:padding])
-        return buffers
+            payload, page = record.payload, self._headers[i * PAGE_BYTES : (i + 1) * PAGE_BYTES]
+            page[:] = record.make_header().ljust(PAGE_BYTES, b"\0")
+            padding = round_up(payload.nbytes) - payload.nbytes
+            buffers += [page, payload, _ZEROS[:padding]] if padding else [page, payload]
+            nbytes += record.nbytes
+            if nbytes >= self._piece_bytes or i == len(records) - 1:
+                yield buffers, offset
+                buffers, offset, nbytes = [], offset + nbytes, 0
 
-    def _write(self, segment: Segment, fd: int, buffers: list[Buffer], offset: int, direct: bool) -> None:
+    def _write(self, segment: Segment, fd: int, pieces: Iterator[Piece], direct: bool) -> None:
         if not direct:
-            write_full(self._files, fd, buffers, offset)
+            self._writer.write(fd, pieces)
             return
         direct_fd, handle = self._handles.acquire(segment, direct=True)
         try:
-            write_full(self._files, direct_fd, buffers, offset)
+            self._writer.write(direct_fd, pieces)
         finally:
             self._handles.release(handle)
 
@@ -398,7 +412,8 @@ class SegmentLog:
         if header is None or found.status is not RecordStatus.OK:
             return None
         parent = header.name.parent + part_tag(header.part)
-        return Pending(address, parent, bytes(found.page[: header_bytes(header.name.num_tokens)]), found.payload)
+        packed = bytes(found.page[: header_bytes(header.name.num_tokens)])
+        return Pending(address, parent, record_bytes(found.payload.nbytes), lambda: packed, found.payload)
 
     def _rewrite(self, hot: list[Pending], payload_bytes: int) -> None:
         """Append kept records to the new segment as long as the record that asked for it still fits."""
@@ -475,6 +490,10 @@ class SegmentLog:
                 except OSError as error:
                     log.warning("%s could not be synced (%s); a power cut may cost its records", segment.path, error)
 
+    def close(self) -> None:
+        """End the threads, after `close_open`. Idempotent."""
+        self._writer.close(_CLOSE_S)
+
     def recover(self, found: Sequence[tuple[Segment, LoadedSegment]]) -> None:
         """Close segments of our NN that a crash left open, and sync what it may have left. Never raises."""
         for segment, loaded in found:
@@ -503,5 +522,5 @@ class SegmentLog:
 
 def _is_head(record: Pending) -> bool:
     """Whether a record starts its chain: its parent is the root."""
-    header = parse_header(record.header)
+    header = parse_header(record.make_header())
     return header is not None and header.name.parent == header.name.root

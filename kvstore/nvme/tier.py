@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
 from pathlib import Path
 
-from pagetier.kvstore.block import KEY_BYTES, Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.block import KEY_BYTES, Address, AddressRun, BlockName, BlockStatus, Part
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
@@ -27,7 +28,7 @@ from pagetier.kvstore.nvme.log import ROOM_S, LogSettings, Pending, SegmentLog
 from pagetier.kvstore.nvme.quarantine import Quarantine
 from pagetier.kvstore.nvme.reader import Reader, Wanted
 from pagetier.kvstore.nvme.scrub import Scrubber
-from pagetier.kvstore.nvme.segment import DELETED, round_up
+from pagetier.kvstore.nvme.segment import DELETED, record_bytes, round_up
 from pagetier.kvstore.record import PAGE_BYTES, pack_header, part_tag
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, ListedRecord, TierCounters
 
@@ -233,6 +234,9 @@ class NvmeTier:
         return tag
 
     def _packed(self, addresses: Sequence[Address]) -> list[bytes]:
+        if isinstance(addresses, AddressRun):
+            tag = self._tag(addresses.part)
+            return [key + tag for key in addresses.keys]
         packed: list[bytes] = []
         part, tag = None, b""
         for address in addresses:
@@ -247,7 +251,8 @@ class NvmeTier:
 
     def lookup(self, addresses: Sequence[Address], deadline_s: float) -> int:
         """As in `Tier`; no I/O. Raises TierUnavailable while the folder cannot be used."""
-        self._wake.set()
+        if not self._wake.is_set():  # the thread rests most of the time, with this set
+            self._wake.set()
         if not self._attached:
             raise TierUnavailable(self.name, "lookup", "closed" if self._closed else self._down)
         return self._index.num_leading(self._packed(addresses))
@@ -287,9 +292,10 @@ class NvmeTier:
             statuses[i] = BlockStatus.TIMEOUT
             if self._files.now_s() < deadline_s:
                 domain = write.domain or self._domain
-                header = pack_header(domain, write.name, write.part, write.source, mac_key=self._mac_key)
-                pending = Pending(write.name.key + tag, write.name.parent + tag, header, write.source.cast("B"))
-                todo.append((i, pending))
+                payload = write.source.cast("B")
+                make = functools.partial(pack_header, domain, write.name, write.part, payload, mac_key=self._mac_key)
+                nbytes = record_bytes(payload.nbytes)
+                todo.append((i, Pending(write.name.key + tag, write.name.parent + tag, nbytes, make, payload)))
         if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - self._files.now_s())):
             try:
                 self._put_locked(todo, statuses, deadline_s)
@@ -490,6 +496,7 @@ class NvmeTier:
                 self._keep_damaged()
             self._closed, self._attached = True, False
             self._log.sync_closed()
+            self._log.close()
             self._catalog.clear()
             self._folder.detach()
             self._handles.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagetier.kvstore.block import Address, Part
+from pagetier.kvstore.block import Address, AddressRun, Part
 from pagetier.kvstore.record import part_text, redis_namespace
 from pagetier.kvstore.redis.resp import Reply, encode_command
 
@@ -28,14 +28,17 @@ class RecordNames:
         """`verb name` for each address, in order. One join when all are of one part, as they are in a lookup."""
         if not addresses:
             return b""
-        part = addresses[0].part
-        if any(address.part is not part and address.part != part for address in addresses):
-            return b"".join(self.command(verb.encode(), address) for address in addresses)
+        if isinstance(addresses, AddressRun):
+            part, keys = addresses.part, addresses.keys
+        else:
+            part, keys = addresses[0].part, [address.key for address in addresses]
+            if any(address.part is not part and address.part != part for address in addresses):
+                return b"".join(self.command(verb.encode(), address) for address in addresses)
         suffix = self._suffix(part)
         length = len(self.name(addresses[0]))
         before = f"*2\r\n${len(verb)}\r\n{verb}\r\n${length}\r\n{self._namespace}{{"
         after = f"{suffix}\r\n"
-        return (before + (after + before).join([address.key.hex() for address in addresses]) + after).encode()
+        return (before + (after + before).join([key.hex() for key in keys]) + after).encode()
 
     def _suffix(self, part: Part) -> str:
         suffix = self._suffixes.get(part)

@@ -123,7 +123,8 @@ class RedisTier:
             mine, error = 0, share.trouble
             if share.node is not None:
                 try:
-                    asked = [addresses[i] for i in share.indices]
+                    everything = len(share.indices) == len(addresses)
+                    asked = addresses if everything else [addresses[i] for i in share.indices]
                     mine, reply = share.node.count_leading(names, asked, share.until_s)
                     error = str(reply or "")
                     has_moved |= reply is not None and self._has_moved(reply)

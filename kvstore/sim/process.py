@@ -36,7 +36,11 @@ HOST_BLOCKS = 6
 BUDGET_S = 1.0
 MAX_QUIET = 8  # loads whose buffers are watched after they ended
 LIMITS = StoreLimits(
-    piece_bytes=2 * PAYLOAD_BYTES, put_queue_bytes=10 * PAYLOAD_BYTES, floor_bytes_per_s=float("inf"), close_s=0.0
+    piece_bytes=2 * PAYLOAD_BYTES,
+    put_piece_bytes=2 * PAYLOAD_BYTES,
+    put_queue_bytes=10 * PAYLOAD_BYTES,
+    floor_bytes_per_s=float("inf"),
+    close_s=0.0,
 )
 ENDED = {BlockStatus.OK, BlockStatus.MISS, BlockStatus.CORRUPT, BlockStatus.TIMEOUT, BlockStatus.ERROR}
 STORED = {BlockStatus.OK, BlockStatus.EXISTS, BlockStatus.DROPPED, BlockStatus.TIMEOUT, BlockStatus.ERROR}

@@ -119,7 +119,11 @@ def make_store(rng: random.Random, tiers: list[MemoryTier], clock: Clock, block_
         part=Part(0, 0, 1, 0, 1),
         payload_bytes=block_nbytes,
         load_budget_s=rng.choice((0.003, 0.02, 1.0)),
-        limits=StoreLimits(piece_bytes=block_nbytes * rng.choice((1, 3)), put_queue_bytes=block_nbytes * 30),
+        limits=StoreLimits(
+            piece_bytes=(piece := block_nbytes * rng.choice((1, 3))),
+            put_piece_bytes=piece,
+            put_queue_bytes=block_nbytes * 30,
+        ),
         clock=clock,
         make_executor=SeededExecutor(rng.randrange(1 << 30), rng.choice((0.1, 0.5, 1.0))).factory,
     )

@@ -45,7 +45,7 @@ def test_one_in_n_is_chosen_by_key_alone(one_in: int) -> None:
     names = chain_names(root_key(DOMAIN), list(range(20_000)), 1)
     chosen = [name for name in names if is_chosen(name, one_in)]
     assert abs(len(chosen) - 20_000 / one_in) <= 5 * (20_000 / one_in) ** 0.5 * (one_in > 1)
-    moved = [replace(name, position=0, root=bytes(32)) for name in names]
+    moved = [name._replace(position=0, root=bytes(32)) for name in names]
     assert [name.key for name in moved if is_chosen(name, one_in)] == [name.key for name in chosen]
     assert not any(is_chosen(name, 0) for name in names[:100])
 

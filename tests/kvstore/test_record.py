@@ -106,13 +106,13 @@ def test_every_truncation_is_found() -> None:
     ("field", "domain", "name", "part"),
     [
         ("domain", b"x" * 32, NAME, PART),
-        ("root", DOMAIN, dataclasses.replace(NAME, root=b"x" * 32), PART),
-        ("key", DOMAIN, dataclasses.replace(NAME, key=b"x" * 32), PART),
-        ("parent", DOMAIN, dataclasses.replace(NAME, parent=b"x" * 32), PART),
-        ("position", DOMAIN, dataclasses.replace(NAME, position=64), PART),
-        ("tokens", DOMAIN, dataclasses.replace(NAME, tokens=bytes(16)), PART),
-        ("tokens", DOMAIN, dataclasses.replace(NAME, tokens=NAME.tokens[:8]), PART),
-        ("tokens", DOMAIN, dataclasses.replace(NAME, tokens=NAME.tokens + bytes(4)), PART),
+        ("root", DOMAIN, NAME._replace(root=b"x" * 32), PART),
+        ("key", DOMAIN, NAME._replace(key=b"x" * 32), PART),
+        ("parent", DOMAIN, NAME._replace(parent=b"x" * 32), PART),
+        ("position", DOMAIN, NAME._replace(position=64), PART),
+        ("tokens", DOMAIN, NAME._replace(tokens=bytes(16)), PART),
+        ("tokens", DOMAIN, NAME._replace(tokens=NAME.tokens[:8]), PART),
+        ("tokens", DOMAIN, NAME._replace(tokens=NAME.tokens + bytes(4)), PART),
         *[("part", DOMAIN, NAME, dataclasses.replace(PART, **{f.name: 9})) for f in dataclasses.fields(Part)],
     ],
 )
@@ -131,14 +131,14 @@ def test_another_codec_or_size_is_a_mismatch() -> None:
 
 
 def test_what_is_no_record_cannot_be_packed() -> None:
-    longest = dataclasses.replace(NAME, tokens=bytes(4 * MAX_TOKENS))
+    longest = NAME._replace(tokens=bytes(4 * MAX_TOKENS))
     assert len(pack_header(DOMAIN, longest, PART, b"")) <= PAGE_BYTES
     for bad in (
-        dataclasses.replace(NAME, tokens=b""),
-        dataclasses.replace(NAME, tokens=b"123"),
-        dataclasses.replace(NAME, tokens=bytes(4 * MAX_TOKENS + 4)),
-        dataclasses.replace(NAME, key=b"short"),
-        dataclasses.replace(NAME, position=-1),
+        NAME._replace(tokens=b""),
+        NAME._replace(tokens=b"123"),
+        NAME._replace(tokens=bytes(4 * MAX_TOKENS + 4)),
+        NAME._replace(key=b"short"),
+        NAME._replace(position=-1),
     ):
         with pytest.raises(ValueError):
             pack_header(DOMAIN, bad, PART, PAYLOAD)
