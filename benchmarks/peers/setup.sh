@@ -2,7 +2,7 @@
 # Installs the engines that the benchmarks compare with, each into a virtual environment of its own below the cache
 # folder, and fio and redis-benchmark where this is root's machine and they are missing. What is there already stays.
 #
-#   benchmarks/peers/setup.sh [vllm] [llama_cpp] [tools]      no name: all three
+#   benchmarks/peers/setup.sh [vllm] [lmcache] [llama_cpp] [tools]      no name: all four; lmcache lives beside vllm
 #
 # PYTHON=/path/to/python3.11 chooses the interpreter. transformers needs no set-up: it is in the `bench` extra.
 # Remove `<cache>/peers` to be rid of all of it.
@@ -10,6 +10,7 @@ set -euo pipefail
 
 VLLM_VERSION=0.32.0
 LLAMA_VERSION=0.3.36
+LMCACHE_VERSION=0.5.6
 
 if [ -n "${PAGETIER_CACHE_DIR:-}" ]; then
   cache=$PAGETIER_CACHE_DIR
@@ -39,6 +40,18 @@ vllm() {
   # They are built for another torch, and vllm imports them when they are there.
   "$peers/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
   touch "$peers/vllm/ready-$VLLM_VERSION"
+}
+
+lmcache() {
+  if [ -e "$peers/vllm/lmcache-$LMCACHE_VERSION" ]; then
+    say "lmcache $LMCACHE_VERSION is installed in $peers/vllm"
+    return 0
+  fi
+  vllm # for its torch
+  # Without dependencies: they would replace vllm's. Its store alone needs these few.
+  "$peers/vllm/bin/pip" install --quiet --disable-pip-version-check --no-deps "lmcache==$LMCACHE_VERSION" \
+    sortedcontainers aiofile aiofiles caio redis nvtx
+  touch "$peers/vllm/lmcache-$LMCACHE_VERSION"
 }
 
 llama_cpp() {
@@ -71,12 +84,12 @@ tools() {
   fi
 }
 
-[ $# -gt 0 ] || set -- vllm llama_cpp tools
+[ $# -gt 0 ] || set -- vllm lmcache llama_cpp tools
 for name in "$@"; do
   case $name in
-    vllm | llama_cpp | tools) "$name" ;;
+    vllm | lmcache | llama_cpp | tools) "$name" ;;
     *)
-      say "$name is none of: vllm llama_cpp tools"
+      say "$name is none of: vllm lmcache llama_cpp tools"
       exit 2
       ;;
   esac

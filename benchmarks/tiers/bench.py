@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pagetier.benchmarks.limits.program import LimitsError
 from pagetier.benchmarks.pairing import Pairs, measure_pairs, percentile, wait_until_idle
 from pagetier.benchmarks.report import Row
+from pagetier.benchmarks.tiers import lmcache
 from pagetier.benchmarks.tiers.blocks import PAYLOADS, Blocks
 from pagetier.benchmarks.tiers.media import HostMedium, Medium, NvmeMedium, RedisMedium
 from pagetier.benchmarks.tiers.picture import draw
@@ -40,16 +41,19 @@ COMPARISONS = (
     Comparison("redis", RedisMedium.open, ("put", ">= 0.80"), ("load", ">= 0.85")),
     Comparison("host", HostMedium.open, ("write", None), ("read", ">= 0.65")),
 )
-PARTS = tuple(comparison.name for comparison in COMPARISONS)
+PARTS = (*(comparison.name for comparison in COMPARISONS), "lmcache")
 
 
 def run(full: bool, say: Callable[[str], None]) -> list[Row]:
-    """Quick: three pairs of 384 MiB. Full: five of 1 GiB."""
-    return _run(COMPARISONS, full, say)
+    """Quick: three pairs of 384 MiB. Full: five of 1 GiB, and LMCache."""
+    rows = _run(COMPARISONS, full, say)
+    return [*rows, *run_part("lmcache", full, say)] if full else rows
 
 
 def run_part(part: str, full: bool, say: Callable[[str], None]) -> list[Row]:
-    """The rows of one tier."""
+    """The rows of one tier, or those of LMCache."""
+    if part == "lmcache":
+        return lmcache.run(5 if full else 3, say, wait_until_idle(300.0 if full else 0.0))
     return _run([comparison for comparison in COMPARISONS if comparison.name == part], full, say)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,12 @@ def with_check(header: bytes, check: int) -> bytes:
 
 Forgery = tuple[bytes, bytes]  # header, payload
 FOREIGN: dict[str, Forgery] = {
-    "right key, other tokens": forged(name=replace(NAME, tokens=OTHER_NAME.tokens)),
+    "right key, other tokens": forged(name=NAME._replace(tokens=OTHER_NAME.tokens)),
     "right tokens, other domain": forged(domain=OTHER_DOMAIN),
-    "right key, root of another tenant": forged(name=replace(NAME, root=root_key(DOMAIN, b"tenant"))),
-    "right key, other parent": forged(name=replace(NAME, parent=OTHER_NAME.parent)),
-    "right key, other position": forged(name=replace(NAME, position=0)),
-    "right key, fewer tokens": forged(name=replace(NAME, tokens=NAME.tokens[:-4])),
+    "right key, root of another tenant": forged(name=NAME._replace(root=root_key(DOMAIN, b"tenant"))),
+    "right key, other parent": forged(name=NAME._replace(parent=OTHER_NAME.parent)),
+    "right key, other position": forged(name=NAME._replace(position=0)),
+    "right key, fewer tokens": forged(name=NAME._replace(tokens=NAME.tokens[:-4])),
     "valid record of another key": forged(name=OTHER_NAME, payload=payload_of(OTHER_NAME)),
     "valid record of another part": (pack_header(DOMAIN, NAME, OTHER_PART, PAYLOAD), PAYLOAD),
     "another codec": (pack_header(DOMAIN, NAME, PART, PAYLOAD, codec=1), PAYLOAD),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.fault_fs import FaultFS
-from pagetier.kvstore.nvme.files import Buffer, Files, write_full
+from pagetier.kvstore.nvme.files import Files, write_full
 from pagetier.kvstore.nvme.folder import Folder
 from pagetier.kvstore.nvme.handles import Segment
 from pagetier.kvstore.nvme.index import Place
 from pagetier.kvstore.nvme.log import Pending, SegmentLog
+from pagetier.kvstore.nvme.overlap import Piece
 from pagetier.kvstore.nvme.reader import Reader, Wanted
 from pagetier.kvstore.nvme.segment import COMMIT_AT, Commit, LoadedSegment, data_start, walk_headers
 from pagetier.kvstore.nvme.tier import NvmeTier
@@ -83,10 +84,12 @@ class CommitBeforeWrite(LogMutant):
     name = "commit block before the bytes"
 
     class log(SegmentLog):  # noqa: N801
-        def _write(self, segment: Segment, fd: int, buffers: list[Buffer], offset: int, direct: bool) -> None:
+        def _write(self, segment: Segment, fd: int, pieces: Iterator[Piece], direct: bool) -> None:
+            made = list(pieces)
+            buffers, offset = made[-1]
             end = offset + sum(len(memoryview(buffer).cast("B")) for buffer in buffers)
             write_full(self._files, fd, [Commit(False, len(self._entries) + 1, end).pack()], COMMIT_AT)
-            super()._write(segment, fd, buffers, offset, direct)
+            super()._write(segment, fd, iter(made), direct)
 
 
 class ForgetToEvict(Assembly):
