@@ -36,7 +36,7 @@ from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
 from pagetier.kvstore.parts import Division, PartLayout
 from pagetier.kvstore.pins import PinFile
-from pagetier.kvstore.port import TierPort, tier_stats
+from pagetier.kvstore.port import NUM_READ_THREADS, TierPort, tier_stats
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
 from pagetier.kvstore.second_touch import SecondTouch
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier, TierCounters
@@ -143,7 +143,7 @@ class TieredStore:
             destinations=tuple(self._sized(destination) for destination in destinations),
             first_ports=tuple(lookup.first_ports(blocks)),
             deadline_s=self._clock() + left_s + self._floor_s(len(blocks)),
-            piece_blocks=self._piece_blocks,
+            piece_blocks=self._piece_blocks(len(blocks)),
         )
         promote = functools.partial(self._promote, request.job)
         load = Load(request, self._ports, self._clock, self._done.append, promote, self._flights)
@@ -347,9 +347,11 @@ class TieredStore:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _piece_blocks(self) -> int:
-        return max(1, self._limits.piece_bytes // max(1, self._payload_bytes))
+    def _piece_blocks(self, num_blocks: int) -> int:
+        """Blocks of one read in a load of that many: every lane takes its second piece while others read theirs."""
+        least, most = self._limits.piece_bytes, max(self._limits.piece_bytes, self._limits.large_piece_bytes)
+        nbytes = -(-num_blocks // (2 * NUM_READ_THREADS)) * self._payload_bytes
+        return max(1, min(max(nbytes, least), most) // max(1, self._payload_bytes))
 
     def _floor_s(self, num_blocks: int) -> float:
         """What the slowest medium worth waiting for takes for that many blocks."""
@@ -392,8 +394,9 @@ class TieredStore:
     def _copy_from_others(self, index: int, names: Sequence[BlockName]) -> None:
         """Give tier `index` blocks that another one is known to hold, later and best effort."""
         others = [port for i, port in enumerate(self._ports) if i != index]
-        for first in range(0, len(names), self._piece_blocks):
-            piece = names[first : first + self._piece_blocks]
+        step = self._piece_blocks(1)
+        for first in range(0, len(names), step):
+            piece = names[first : first + step]
             source = next((port for port in others if port.has(Address(piece[0].key, self._part))), None)
             if source is None:
                 self._second_touch[index].give_back(piece)

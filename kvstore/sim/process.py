@@ -37,6 +37,7 @@ BUDGET_S = 1.0
 MAX_QUIET = 8  # loads whose buffers are watched after they ended
 LIMITS = StoreLimits(
     piece_bytes=2 * PAYLOAD_BYTES,
+    large_piece_bytes=2 * PAYLOAD_BYTES,
     put_piece_bytes=2 * PAYLOAD_BYTES,
     put_queue_bytes=10 * PAYLOAD_BYTES,
     floor_bytes_per_s=float("inf"),

@@ -121,6 +121,7 @@ def make_store(rng: random.Random, tiers: list[MemoryTier], clock: Clock, block_
         load_budget_s=rng.choice((0.003, 0.02, 1.0)),
         limits=StoreLimits(
             piece_bytes=(piece := block_nbytes * rng.choice((1, 3))),
+            large_piece_bytes=piece,
             put_piece_bytes=piece,
             put_queue_bytes=block_nbytes * 30,
         ),

@@ -82,7 +82,7 @@ class Rig:
         self.tiers, self.clock = tiers, clock
         self.executor = executor or SeededExecutor.inline()
         values: dict[str, float] = {"floor_bytes_per_s": float("inf"), "piece_bytes": 4 * PAYLOAD_BYTES, **limits}
-        values = {"put_piece_bytes": values["piece_bytes"], **values}
+        values = dict.fromkeys(("put_piece_bytes", "large_piece_bytes"), values["piece_bytes"]) | values
         make = {} if threads else {"make_executor": self.executor.factory}
         timed = {} if clock is None else {"clock": clock}
         self.store = TieredStore(

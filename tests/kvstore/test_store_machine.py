@@ -43,6 +43,7 @@ class StoreMachine(RuleBasedStateMachine):
             executor=SeededExecutor(seed, eagerness),
             budget_s=4.0,
             piece_bytes=3 * PAYLOAD_BYTES,
+            large_piece_bytes=3 * PAYLOAD_BYTES,
             put_piece_bytes=3 * PAYLOAD_BYTES,
             put_queue_bytes=12 * PAYLOAD_BYTES,
         )
