@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pagetier.kvstore.admin import StoreAdmin
+from pagetier.connectors.base import BlockStore
+from pagetier.kvstore.admin import Admin
 from pagetier.kvstore.block import BlockName
 from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion
-from pagetier.kvstore.store import TieredStore
 
 
 class BlockBytes(Protocol):
@@ -29,7 +29,7 @@ class LocalConnector:
     Owns the store: `close` closes it. All calls come from the engine's core thread.
     """
 
-    def __init__(self, store: TieredStore, blocks: BlockBytes) -> None:
+    def __init__(self, store: BlockStore, blocks: BlockBytes) -> None:
         self._store, self._blocks = store, blocks
 
     def submit_lookup(self, blocks: Sequence[BlockName]) -> int:
@@ -57,7 +57,7 @@ class LocalConnector:
         self._store.quarantine(blocks)
 
     @property
-    def admin(self) -> StoreAdmin:
+    def admin(self) -> Admin:
         """What people ask of the store."""
         return self._store.admin
 

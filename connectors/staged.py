@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pagetier.kvstore.admin import StoreAdmin
+from pagetier.connectors.base import BlockStore
+from pagetier.kvstore.admin import Admin
 from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.events import EventLog
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
-from pagetier.kvstore.store import TieredStore
 
 
 class Staging(Protocol):
@@ -77,7 +77,7 @@ class StagedConnector:
     or belongs to one run; it is free again only when neither the store nor the device touches it.
     """
 
-    def __init__(self, store: TieredStore, staging: Staging) -> None:
+    def __init__(self, store: BlockStore, staging: Staging) -> None:
         self._store, self._staging = store, staging
         self._free = list(range(staging.num_slots))
         self._max_run = max(1, staging.num_slots // 4)  # so that copies of one run overlap reads of the next
@@ -138,7 +138,7 @@ class StagedConnector:
         self._store.quarantine(blocks)
 
     @property
-    def admin(self) -> StoreAdmin:
+    def admin(self) -> Admin:
         """What people ask of the store."""
         return self._store.admin
 

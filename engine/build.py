@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from pagetier.connectors.base import Connector
+from pagetier.connectors.base import BlockStore, Connector
 from pagetier.connectors.cuda_blocks import CudaStaging
 from pagetier.connectors.local import LocalConnector
+from pagetier.connectors.remote import RemoteConnector, open_remote_store
 from pagetier.connectors.staged import StagedConnector
 from pagetier.engine.config import (
     BLOCK_SIZES,
@@ -46,7 +47,8 @@ from pagetier.kvstore.config import GIB, StoreConfig, format_size
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.places import kernels_dir
-from pagetier.kvstore.store import TieredStore, open_store
+from pagetier.kvstore.service.remote_store import RemoteStore
+from pagetier.kvstore.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -174,11 +176,13 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
     )
     root_of = roots_of(identity)
     connector = None
-    if config.store.tiers or config.store.host_size:
+    tier_names = config.store.tier_names
+    if tier_names or config.store.store_url is not None:
         part = Part(0, 0, model_config.num_layers, 0, model_config.num_kv_heads)
-        store = open_store(replace(config.store, poison=config.paranoid), identity, part, pool.block_nbytes)
+        store = _open_store(config, identity, part, pool.block_nbytes)
         undo.callback(store.close)
         connector = _connector(store, pool)
+        tier_names = tier_names or tuple(store.stats())
     core = EngineCore(
         engine_config,
         ModelRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid),
@@ -196,7 +200,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         config=engine_config,
         dtype=dtype,
         identity=identity,
-        tiers=("device", *config.store.tier_names),
+        tiers=("device", *tier_names),
         tiers_down=tuple(name for name, tier in core.stats()["tiers"].items() if tier["breaker"] == BreakerState.OPEN),
     )
 
@@ -306,9 +310,16 @@ def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePoo
     )
 
 
-def _connector(store: TieredStore, pool: DevicePool) -> Connector:
+def _open_store(config: ServeConfig, identity: CacheIdentity, part: Part, payload_bytes: int) -> BlockStore:
+    if config.store.store_url is not None:
+        return open_remote_store(config.store, identity, part, payload_bytes)
+    return open_store(replace(config.store, poison=config.paranoid), identity, part, payload_bytes)
+
+
+def _connector(store: BlockStore, pool: DevicePool) -> Connector:
     if pool.device.type == "cpu":
-        return LocalConnector(store, _PoolBytes(pool))
+        blocks = _PoolBytes(pool)
+        return RemoteConnector(store, blocks) if isinstance(store, RemoteStore) else LocalConnector(store, blocks)
     return StagedConnector(store, CudaStaging(pool.tensor.view(pool.shape.num_blocks, -1).view(torch.uint8)))
 
 

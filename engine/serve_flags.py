@@ -178,6 +178,15 @@ class ServeFlags:
     kv_tier: Annotated[
         str, _option("--kv-tier", panel=TIERS, text="Tiers, fastest first, e.g. nvme,redis; default: none.")
     ] = ""
+    kv_store_url: Annotated[
+        str | None,
+        _option(
+            "--kv-store-url",
+            panel=TIERS,
+            text="A running `pagetier store` instead of own tiers: local, unix:///path, grpc://host:port or "
+            "grpcs://host:port?ca=FILE&token_file=FILE.",
+        ),
+    ] = None
     kv_host_size: Annotated[str, _option("--kv-host-size", panel=TIERS, text="Host arena, e.g. 4GiB; 0: none.")] = "0"
     kv_nvme_path: Annotated[
         Path | None, _option("--kv-nvme-path", panel=TIERS, text="Folder; default: nvme in the cache folder.")
@@ -265,6 +274,7 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
         "redis_linger_s": flags.kv_redis_linger,
         "write_policy": flags.kv_write_policy,
         "load_budget_s": flags.kv_load_budget_ms / 1e3,
+        "store_url": flags.kv_store_url,
         "mac_key_file": None if flags.kv_mac_key is None else str(flags.kv_mac_key.expanduser().absolute()),
     }
     if flags.kv_mac_key is not None:

@@ -7,6 +7,7 @@ two). Not thread-safe: the owner's lock guards it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Arena:
         if rounded < PAGE_BYTES:
             raise CapacityError(f"a host arena of {capacity_bytes} bytes holds nothing; give it at least {PAGE_BYTES}")
         self.slab_bytes, self._max_slabs = rounded, capacity_bytes // rounded
-        self._fd = os.memfd_create("pagetier-host", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("pagetier-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # who maps it cannot be hit by a shorter file
         self._slabs: list[_Slab | None] = []
         self._unused: list[int] = []  # numbers of slabs that are mapped to nothing now
         self._roomy: dict[int, list[int]] = {}  # slot size -> numbers of slabs with a free slot

@@ -26,6 +26,7 @@ URL_SCHEMES = (
     *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )
 EMBEDDED = "embedded"
+LOCAL_STORE, STORE_SCHEMES = "local", ("unix:///", "grpc://", "grpcs://")
 _LOGIN_OPTION = re.compile(r"([?&][^=&]*(?:user|pass)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -131,6 +132,7 @@ class StoreConfig:
         written through, so that it is there after a restart.
     poison: overwrite host slots that are free; set by --paranoid.
     pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
+    store_url: a store service (`pagetier store`) to use instead of tiers of one's own; `local` is the default socket.
     """
 
     tiers: tuple[str, ...] = ()
@@ -150,6 +152,7 @@ class StoreConfig:
     write_policy: str = ""
     poison: bool = False
     pins_path: Path | None = None
+    store_url: str | None = None
     limits: StoreLimits = StoreLimits()
 
     @property
@@ -192,5 +195,11 @@ class StoreConfig:
                 raise ConfigError.bad_value(
                     "--kv-write-policy", tier, f"tiers of --kv-tier: {', '.join(self.tier_names)}"
                 )
+        if self.store_url is not None:
+            if not (self.store_url == LOCAL_STORE or self.store_url.startswith(STORE_SCHEMES)):
+                allowed = f"{LOCAL_STORE}, or an address that begins with {', '.join(STORE_SCHEMES)}"
+                raise ConfigError.bad_value("--kv-store-url", self.store_url, allowed)
+            if self.tiers or self.host_size:
+                raise ConfigError("--kv-store-url goes without --kv-tier and --kv-host-size: the store has its own")
         if "host" in self.tiers and not self.host_size:
             raise ConfigError("--kv-tier host needs --kv-host-size, such as --kv-host-size 4GiB")

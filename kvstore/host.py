@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from pagetier.kvstore.arena import SLAB_BYTES, Arena, Slot
-from pagetier.kvstore.block import Address, BlockName, BlockStatus
+from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.errors import CapacityError
 from pagetier.kvstore.residents import Lease, Residents
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Description, ListedRecord, TierCounters
@@ -30,6 +30,18 @@ class _Entry:
     domain: bytes | None
     num_readers: int = 0
     is_doomed: bool = False  # out of the index; its slot is freed by the last reader
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A block that a reader outside of the tier may copy from the arena until it gives it back. offset: from the
+    arena's start. checksum: xxh3-128 of the payload, for the reader to verify its copy against.
+    """
+
+    offset: int
+    nbytes: int
+    checksum: bytes
+    entry: _Entry
 
 
 class HostTier:
@@ -110,6 +122,33 @@ class HostTier:
         with self._lock:
             self._residents.unpin(lease)
 
+    @property
+    def arena_fd(self) -> int:
+        """The arena's descriptor, to be shared; the file only grows, and never beyond `capacity_bytes`."""
+        return self._arena.fd
+
+    @property
+    def slab_bytes(self) -> int:
+        """No slot of the arena crosses a multiple of this."""
+        return self._arena.slab_bytes
+
+    def lend(self, name: BlockName, part: Part) -> Loan | None:
+        """A block to copy straight from the arena, or None when it is not there. It stays until `give_back`, evicted
+        or not."""
+        with self._lock:
+            entry = self._entries.get(Address(name.key, part))
+            if entry is None or entry.name != name or self._is_closed:
+                return None
+            entry.num_readers += 1
+            self._bytes_read += entry.slot.nbytes
+            return Loan(entry.slot.offset, entry.slot.nbytes, entry.checksum.to_bytes(16, "big"), entry)
+
+    def give_back(self, loan: Loan) -> None:
+        """Its reader is done; once for each loan."""
+        with self._lock:
+            if not self._is_closed:
+                self._end_reading(loan.entry)
+
     def describe(self, addresses: Sequence[Address], deadline_s: float) -> list[Description | None]:
         with self._lock:
             found = [self._entries.get(address) for address in addresses]
@@ -178,15 +217,19 @@ class HostTier:
         view.release()
         is_sound = xxhash.xxh3_128_intdigest(read.destination) == entry.checksum
         with self._lock:
-            entry.num_readers -= 1
             if not is_sound and not entry.is_doomed:
                 self._corrupt += 1
                 self._forget(read.address)
-            elif entry.is_doomed and not entry.num_readers:
-                self._num_doomed -= 1
-                self._arena.free(entry.slot)
+            self._end_reading(entry)
             self._bytes_read += entry.slot.nbytes if is_sound else 0
         return BlockStatus.OK if is_sound else BlockStatus.CORRUPT
+
+    def _end_reading(self, entry: _Entry) -> None:
+        """One reader less; the last one frees the slot of an entry that has left the index. Needs the lock."""
+        entry.num_readers -= 1
+        if entry.is_doomed and not entry.num_readers:
+            self._num_doomed -= 1
+            self._arena.free(entry.slot)
 
     def _write(self, write: BlockWrite) -> BlockStatus:
         address, parent = write.address, Address(write.name.parent, write.part)

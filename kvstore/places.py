@@ -39,6 +39,11 @@ def redis_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return _sub_folder("redis", environ)
 
 
+def store_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """`<cache>/store`, made when missing: the sockets of a store service."""
+    return _sub_folder("store", environ)
+
+
 def pins_path(environ: Mapping[str, str] = os.environ) -> Path:
     """`<cache>/pins/pins.msgpack`, its folder made when missing: what people pinned."""
     return _sub_folder("pins", environ) / "pins.msgpack"

@@ -97,6 +97,7 @@ class TieredStore:
         self._executors = list(dict.fromkeys(executors))
         self._second_touch = {i: SecondTouch() for i, tier in enumerate(tiers) if tier.name in second_touch}
         self._done: deque[Completion] = deque()  # appended to by any thread
+        self.wake: Callable[[], None] | None = None  # called on any thread when `poll` has something new
         self._next = 1  # owner: the caller's thread, as all below
         self._num_returns = 0  # of the tiers, when the identity was last put
         self._tickets: dict[int, Lookup] = {}
@@ -112,7 +113,7 @@ class TieredStore:
         next one if only tiers that answer at once need to be asked. What was found is pinned, where the tier can, until
         `release`."""
         self._check_open()
-        number, report = self._take_number(), self._done.append
+        number, report = self._take_number(), self._report
         deadline_s = self._clock() + self._budget_s * self._limits.lookup_share
         lookup = Lookup(number, blocks, self._part, self._ports, deadline_s, self._clock, report)
         lookup.domain = self._domain
@@ -146,7 +147,7 @@ class TieredStore:
             piece_blocks=self._piece_blocks(len(blocks)),
         )
         promote = functools.partial(self._promote, request.job)
-        load = Load(request, self._ports, self._clock, self._done.append, promote, self._flights)
+        load = Load(request, self._ports, self._clock, self._report, promote, self._flights)
         self._loads[request.job] = (load, lookup)
         lookup.loads.add(request.job)
         load.start()
@@ -166,7 +167,7 @@ class TieredStore:
         domain = domain or self._domain
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         self.book.note(Use.PUT, tuple(blocks), domain)
-        job = PutJob(self._take_number(), len(writes), len(self._ports), self._done.append)
+        job = PutJob(self._take_number(), len(writes), len(self._ports), self._report)
         for index, (port, queue) in enumerate(zip(self._ports, self._queues, strict=True)):
             second = self._second_touch.get(index)
             new: list[QueuedPut] = []
@@ -267,6 +268,11 @@ class TieredStore:
         return bool(self._done or self._asking or self._loads or not all(queue.is_idle for queue in self._queues))
 
     @property
+    def limits(self) -> StoreLimits:
+        """What it may have under way."""
+        return self._limits
+
+    @property
     def domain(self) -> bytes | None:
         """Of what is put and looked up now; None: the tiers' own."""
         return self._domain
@@ -360,6 +366,11 @@ class TieredStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the KV store is closed")
+
+    def _report(self, completion: Completion) -> None:
+        self._done.append(completion)
+        if self.wake is not None:
+            self.wake()
 
     def _count_purge(self) -> None:
         """On any thread; a count lost to a race would be no more than a purge counted once for two."""
@@ -480,25 +491,13 @@ def open_store(
     the embedded Valkey.
     """
     domain, encoded = identity.domain(), identity.encode()
-    mac_key = None
-    if config.mac_key_file is not None:
-        mac_key = load_mac_key(Path(config.mac_key_file))
-        warn_if_shared(Path(config.mac_key_file))
     layout = PartLayout.of(identity.groups[part.group], part, payload_bytes) if divisions else None
     with ExitStack() as tidy, ExitStack() as resources:
-        tiers: list[Tier] = []
-        left_out: list[str] = []
-        for name in config.tier_names:
-            try:
-                tier = _open_tier(name, config, domain, mac_key, resources)
-            except (TierError, OSError) as error:
-                logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
-                left_out.append(name)
-                continue
-            if layout is not None and name != "host":  # the host tier is this process's own
-                tier = AssemblingTier(tier, part, layout, divisions)
+        tiers, left_out = open_tiers(config, domain, resources)
+        if layout is not None:  # the host tier is this process's own
+            tiers = [t if t.name == "host" else AssemblingTier(t, part, layout, divisions) for t in tiers]
+        for tier in tiers:
             tidy.callback(tier.close)
-            tiers.append(tier)
         store = TieredStore(
             tiers,
             part=part,
@@ -514,6 +513,28 @@ def open_store(
     store.put_identity(domain, encoded)
     store.admin.keep_pins(PinFile(config.pins_path or places.pins_path()))
     return store
+
+
+def open_tiers(config: StoreConfig, domain: bytes, resources: ExitStack) -> tuple[list[Tier], list[str]]:
+    """The tiers that `config` names, for records of `domain`, and the names of those whose medium would not have it.
+
+    Raises ConfigError for what can never work, and leaves no tier open then. resources: closed after the tiers."""
+    mac_key = None
+    if config.mac_key_file is not None:
+        mac_key = load_mac_key(Path(config.mac_key_file))
+        warn_if_shared(Path(config.mac_key_file))
+    tiers: list[Tier] = []
+    left_out: list[str] = []
+    with ExitStack() as tidy:
+        for name in config.tier_names:
+            try:
+                tiers.append(_open_tier(name, config, domain, mac_key, resources))
+                tidy.callback(tiers[-1].close)
+            except (TierError, OSError) as error:
+                logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
+                left_out.append(name)
+        tidy.pop_all()
+    return tiers, left_out
 
 
 def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | None, resources: ExitStack) -> Tier:

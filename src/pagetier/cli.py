@@ -17,6 +17,7 @@ from pagetier.engine.cli import add_commands as add_engine_commands
 from pagetier.engine.cli import load_text_model
 from pagetier.kvstore.cli import add_commands as add_store_commands
 from pagetier.kvstore.errors import ConfigError, PagetierError
+from pagetier.kvstore.service.cli import add_commands as add_service_commands
 
 app = typer.Typer(
     name="pagetier",
@@ -48,6 +49,7 @@ def _common(
 
 add_engine_commands(app)
 add_store_commands(app, load_text_model)
+add_service_commands(app)
 app.command("bench")(bench)
 
 

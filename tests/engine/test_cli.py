@@ -117,9 +117,17 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
     same = [f.name for f in fields(own) if getattr(config, f.name) == getattr(own, f.name)]
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
     same = [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)]
-    assert same == ["poison", "pins_path", "limits"], "--paranoid sets the first, no flag the others"
+    assert same == ["poison", "pins_path", "store_url", "limits"], "--paranoid sets the first, no flag the others"
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
     assert config.store.mac_key_file == tmp_path / "key"
+
+
+def test_a_store_service_is_used_instead_of_own_tiers() -> None:
+    config = serve_config(json.loads(json.dumps(engine_fields(ServeFlags(kv_store_url="unix:///run/s")))))
+    assert config.store.store_url == "unix:///run/s" and config.store.tier_names == ()
+    for flags in (ServeFlags(kv_store_url="local", kv_tier="nvme"), ServeFlags(kv_store_url="http://x")):
+        with pytest.raises(ConfigError, match="--kv-store-url"):
+            engine_fields(flags)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+"""A client's half of the Load and Put streams: bytes between this process's buffers and the service. Loop thread only;
+copies run on threads that it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import grpc
+import xxhash
+
+from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.errors import ProtocolError
+from pagetier.kvstore.service.link import Attached
+from pagetier.kvstore.service.messages import status_of, to_chains
+from pagetier.kvstore.service.shared_memory import SharedMemory, copy_in, copy_out
+from pagetier.proto import kvstore_pb2 as pb
+
+PIECE_BYTES = 1 << 20  # of a payload in one message
+Metadata = tuple[tuple[str, str], ...]
+
+
+class RemoteLoad:
+    """One load. `damaged`: blocks whose bytes did not arrive as they were stored."""
+
+    def __init__(self, names: Sequence[BlockName], destinations: Sequence[memoryview], copiers: Executor) -> None:
+        self._names, self._destinations, self._copiers = names, destinations, copiers
+        self._statuses: list[BlockStatus | None] = [None] * len(names)
+        self.tiers: list[str | None] = [None] * len(names)
+        self.damaged: list[BlockName] = []
+        self._filled = [0] * len(names)  # bytes that came over gRPC
+
+    @property
+    def final_statuses(self) -> tuple[BlockStatus, ...]:
+        return tuple(status or BlockStatus.ERROR for status in self._statuses)
+
+    def end(self, status: BlockStatus) -> None:
+        """Whatever has no answer gets this one."""
+        self._statuses = [one or status for one in self._statuses]
+
+    async def run(self, attached: Attached, request: pb.LoadRequest, timeout_s: float, metadata: Metadata) -> None:
+        """Until all is answered and copied. Raises AioRpcError and ProtocolError, with no copy under way."""
+        memory = attached.memory
+        if memory is not None and not memory.enter():
+            return
+        copies: list[asyncio.Future[None]] = []
+        call: Any = attached.stub.Load(request, timeout=timeout_s, metadata=metadata)
+        try:
+            while isinstance(reply := await call.read(), pb.LoadReply):
+                blocks = list(reply.blocks)
+                if not all(block.index < len(self._names) for block in blocks):
+                    raise ProtocolError("an answer for a block that was not asked for")
+                if memory is not None:
+                    copies.append(asyncio.ensure_future(self._copy(memory, blocks)))
+                else:
+                    for block in blocks:
+                        self._take_bytes(block)
+            if await call.code() is not grpc.StatusCode.OK:
+                await _raise(call)
+        finally:
+            call.cancel()
+            if copies:
+                await asyncio.wait(copies)
+            if memory is not None:
+                memory.give_back(jobs=[request.job])
+                memory.leave()
+        for copy in copies:
+            copy.result()
+
+    async def _copy(self, memory: SharedMemory, blocks: Sequence[pb.LoadedBlock]) -> None:
+        """Blocks in slots: copy, verify, give the slots back."""
+        todo = [block for block in blocks if block.status == pb.OK and block.HasField("slot")]
+        views = [(memory.view(b.slot), self._destinations[b.index], b.checksum) for b in todo]
+        loop = asyncio.get_running_loop()
+        sound = await loop.run_in_executor(self._copiers, lambda: [copy_out(*view) for view in views])
+        memory.give_back([block.slot.lease for block in todo])
+        verdicts = {block.index: is_sound for block, is_sound in zip(todo, sound, strict=True)}
+        for block in blocks:
+            self._settle(block, is_sound=verdicts.get(block.index, True))
+
+    def _take_bytes(self, block: pb.LoadedBlock) -> None:
+        """A piece of a payload."""
+        destination, at = self._destinations[block.index], self._filled[block.index]
+        end = at + len(block.data)
+        if end > destination.nbytes:
+            raise ProtocolError(f"more than {destination.nbytes} bytes of a block")
+        destination[at:end] = block.data
+        self._filled[block.index] = end
+        if block.status != pb.STATUS_UNSPECIFIED:
+            whole = block.status != pb.OK or (
+                end == destination.nbytes and xxhash.xxh3_128_digest(destination) == block.checksum
+            )
+            self._settle(block, is_sound=whole)
+
+    def _settle(self, block: pb.LoadedBlock, *, is_sound: bool) -> None:
+        status = status_of(block.status)
+        if status is BlockStatus.OK and not is_sound:
+            status = BlockStatus.CORRUPT
+            self.damaged.append(self._names[block.index])
+        self._statuses[block.index] = status
+        self.tiers[block.index] = block.tier if status is BlockStatus.OK else None
+
+
+class RemotePut:
+    """One put: an offer, then the bytes of what is wanted."""
+
+    def __init__(self, names: Sequence[BlockName], sources: Sequence[memoryview], copiers: Executor) -> None:
+        self._names, self._sources, self._copiers = names, sources, copiers
+        self._statuses: list[BlockStatus | None] = [None] * len(names)
+
+    @property
+    def final_statuses(self) -> tuple[BlockStatus, ...]:
+        return tuple(status or BlockStatus.ERROR for status in self._statuses)
+
+    def end(self, status: BlockStatus) -> None:
+        """Whatever has no answer gets this one."""
+        self._statuses = [one or status for one in self._statuses]
+
+    async def run(self, attached: Attached, job: int, timeout_s: float, metadata: Metadata) -> None:
+        """Until all has a status. Raises AioRpcError and ProtocolError, with no source read any more."""
+        memory = attached.memory
+        if memory is not None and not memory.enter():
+            return
+        call: Any = attached.stub.Put(timeout=timeout_s, metadata=metadata)
+        try:
+            offer = to_chains(self._names)
+            await call.write(pb.PutRequest(session=attached.session, offer=offer, shared=memory is not None, job=job))
+            while isinstance(reply := await call.read(), pb.PutReply):
+                wanted = []
+                for block in reply.blocks:
+                    if block.index >= len(self._names):
+                        raise ProtocolError("an answer for a block that was not offered")
+                    if block.status == pb.WANTED:
+                        wanted.append(block)
+                    else:
+                        self._statuses[block.index] = status_of(block.status)
+                if wanted and memory is not None:
+                    await self._fill(call, memory, wanted)
+                else:
+                    await self._send(call, wanted)
+            if await call.code() is not grpc.StatusCode.OK:
+                await _raise(call)
+        except asyncio.InvalidStateError:  # a write to a call that has ended
+            await _raise(call)
+        finally:
+            call.cancel()
+            if memory is not None:
+                memory.give_back(jobs=[job])
+                memory.leave()
+
+    async def _fill(self, call: Any, memory: SharedMemory, wanted: Sequence[pb.PutStatus]) -> None:
+        views = [(self._sources[block.index], memory.view(block.slot)) for block in wanted]
+        loop = asyncio.get_running_loop()
+        filling = loop.run_in_executor(self._copiers, lambda: [copy_in(*view) for view in views])
+        try:
+            checksums = await asyncio.shield(filling)
+        except asyncio.CancelledError:
+            await asyncio.wait((filling,))
+            raise
+        filled = [pb.PutBlock(index=b.index, checksum=c) for b, c in zip(wanted, checksums, strict=True)]
+        await call.write(pb.PutRequest(blocks=filled))
+
+    async def _send(self, call: Any, wanted: Sequence[pb.PutStatus]) -> None:
+        for block in wanted:
+            source = self._sources[block.index]
+            checksum = xxhash.xxh3_128_digest(source)
+            for first in range(0, source.nbytes, PIECE_BYTES):
+                piece = pb.PutBlock(index=block.index, data=bytes(source[first : first + PIECE_BYTES]))
+                if first + PIECE_BYTES >= source.nbytes:
+                    piece.checksum = checksum
+                await call.write(pb.PutRequest(blocks=[piece]))
+
+
+async def _raise(call: Any) -> None:
+    """Raise what a call that did not end well ended with."""
+    raise grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )

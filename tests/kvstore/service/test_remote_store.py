@@ -1,0 +1,260 @@
+"""A store that is a service answers as one in this process does, by shared memory and by gRPC, and may come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.job import LoadDone, PutDone
+from pagetier.kvstore.service import shared_memory
+from tests.kvstore.service.service_rig import (
+    PAYLOAD_BYTES,
+    TOKEN,
+    Client,
+    Service,
+    identity,
+    names_of,
+    payload,
+    service,
+    until,
+)
+
+OK, EXISTS, MISS = BlockStatus.OK, BlockStatus.EXISTS, BlockStatus.MISS
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Service]:
+    with service(listen="127.0.0.1:0", token=TOKEN) as running:
+        yield running
+
+
+@pytest.fixture(params=["shared memory", "grpc"])
+def client(shared: Service, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Leaves nothing behind."""
+    with Client(shared.address if request.param == "shared memory" else shared.tcp_address) as client:
+        assert client.store.is_attached and client.store.tier_names == ("host", "nvme")
+        yield client
+        client.store.check()
+        until(lambda: not client.store.has_work and client.store.counters()["tickets"] == 0)
+    shared.until_idle()
+
+
+def seeds(request: pytest.FixtureRequest) -> int:
+    """A chain of each test's own."""
+    return abs(hash(request.node.nodeid)) % 1000 + 1
+
+
+def test_what_was_put_is_found_and_read_back(client: Client, request: pytest.FixtureRequest) -> None:
+    names = names_of(40, seeds(request))
+    assert client.found(names) == ()
+    assert client.put(names) == (OK,) * 40
+    assert client.put(names) == (EXISTS,) * 40
+    assert client.hit(names) == ("host",) * 40
+
+
+def test_a_hit_may_be_loaded_in_pieces_and_any_order(client: Client, request: pytest.FixtureRequest) -> None:
+    names = names_of(24, seeds(request))
+    client.put(names)
+    ticket, tiers = client.lookup([*names, *names_of(3, 5)])
+    assert len(tiers) == 24
+    assert client.load(ticket, names[16:]).statuses == (OK,) * 8
+    assert client.load(ticket, names[3::-1]).statuses == (OK,) * 4
+    client.store.release(ticket)
+
+
+def test_more_than_the_window_goes_through_it(client: Client, request: pytest.FixtureRequest) -> None:
+    names = names_of(300, seeds(request))  # 4.7 MiB; a session may have 1 MiB at once
+    statuses = client.put(names)
+    assert set(statuses) <= {OK, EXISTS}
+    served = client.hit(names)
+    assert set(served) == {"host", "nvme"} or set(served) == {"host"}
+
+
+def test_blocks_of_a_slower_tier_come_through_the_window(shared: Service, request: pytest.FixtureRequest) -> None:
+    names = names_of(64, seeds(request))
+    with Client(shared.address) as client, shared.client() as admin:
+        client.put(names)
+        admin.purge(keys=[name.key for name in names], tiers=["host"])
+        assert client.hit(names) == ("nvme",) * 64
+    shared.until_idle()
+
+
+def test_a_ticket_that_is_released_before_its_answer_leaves_nothing(client: Client) -> None:
+    names = names_of(50, 3)
+    for _ in range(20):
+        client.store.release(client.store.submit_lookup(names))
+
+
+def test_what_is_not_a_hit_is_a_miss(client: Client, request: pytest.FixtureRequest) -> None:
+    names = names_of(6, seeds(request))
+    client.put(names[:3])
+    ticket, tiers = client.lookup(names)
+    assert len(tiers) == 3
+    done = client.load(ticket, names)
+    assert set(done.statuses) <= {MISS, BlockStatus.ERROR}
+    client.store.release(ticket)
+
+
+def test_former_weights_stay_apart_and_their_puts_land(client: Client, request: pytest.FixtureRequest) -> None:
+    old, new = names_of(8, seeds(request)), names_of(8, seeds(request), model="newer")
+    job = client.store.submit_put(old, [memoryview(payload(name)) for name in old])
+    client.store.set_identity(identity("newer"))
+    assert client.wait(PutDone, job).statuses == (OK,) * 8
+    until(lambda: client.store.is_attached)
+    assert client.found(new) == ()
+    assert client.put(new) == (OK,) * 8
+    assert client.hit(new) == ("host",) * 8
+    client.store.set_identity(identity())
+    until(lambda: client.store.is_attached)
+    assert client.hit(old) == ("host",) * 8
+
+
+def test_three_models_in_one_store_do_not_mix(shared: Service) -> None:
+    models = ("one", "two", "three")
+    with Client(shared.address, "one") as a, Client(shared.address, "two") as b, Client(shared.address, "three") as c:
+        clients = dict(zip(models, (a, b, c), strict=True))
+        for model, client in clients.items():
+            assert client.put(names_of(10, 77, model)) == (OK,) * 10
+        for model, client in clients.items():
+            assert client.hit(names_of(10, 77, model)) == ("host",) * 10
+            for other in set(models) - {model}:
+                ticket, tiers = client.lookup(names_of(10, 77, other))
+                assert set(client.load(ticket, names_of(10, 77, other)[: len(tiers)]).statuses) <= {OK}
+                client.store.release(ticket)
+    with shared.client(identity("two").domain()) as admin:
+        assert admin.purge().removed["host"] == 10
+        assert not any(info.tiers for info in admin.query([name.key for name in names_of(10, 77, "two")]))
+    with shared.client(identity("one").domain()) as admin:
+        assert all(info.tiers for info in admin.query([name.key for name in names_of(10, 77, "one")]))
+    shared.until_idle()
+
+
+def test_a_block_that_arrives_damaged_is_recomputed_and_taken_out(
+    shared: Service, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = names_of(8, seeds(request))
+    with Client(shared.address) as client:
+        client.put(names)
+        copy_out = shared_memory.copy_out
+
+        def damaging(source: memoryview, destination: memoryview, checksum: bytes) -> bool:
+            if bytes(source[:64]) == payload(names[5])[:64]:
+                checksum = bytes(16)
+            return copy_out(source, destination, checksum)
+
+        monkeypatch.setattr("pagetier.kvstore.service.remote_transfers.copy_out", damaging)
+        ticket, _ = client.lookup(names)
+        done = client.load(ticket, names)
+        assert done.statuses == (*[OK] * 5, BlockStatus.CORRUPT, OK, OK)
+        client.store.release(ticket)
+        until(lambda: len(client.found(names)) == 5)
+    shared.until_idle()
+
+
+KILLED = """
+    import os, sys, time
+    from tests.kvstore.service.service_rig import *
+    client = Client(parse_address(sys.argv[1], TOKEN))
+    names = names_of(60, 500)
+    client.put(names)
+    print("ready", flush=True)
+    while True:
+        client.store.submit_put(names_of(40, int(time.time() * 1e6) % 99991), [memoryview(bytes(PAYLOAD_BYTES))] * 40)
+        ticket = client.store.submit_lookup(names)
+        done = client.wait(LookupDone, ticket)
+        buffers = [memoryview(bytearray(PAYLOAD_BYTES)) for _ in done.tiers]
+        client.store.submit_load(ticket, names[: len(done.tiers)], buffers)
+        client.store.poll()
+        time.sleep(0.003)
+"""
+
+
+def killed_client(address: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), address]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_a_client_that_is_killed_leaves_no_lease_and_no_pin(shared: Service) -> None:
+    process = killed_client(shared.address.text)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        until(lambda: shared.counts()["leases"] > 0)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    shared.until_idle()
+    with Client(shared.address) as client:
+        assert set(client.hit(names_of(60, 500))) == {"host"}
+    shared.until_idle()
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "grpc"])
+def test_a_service_that_goes_away_costs_hits_and_comes_back(transport: str) -> None:
+    with service(listen="127.0.0.1:0", token=TOKEN) as running:
+        port = running.server.port
+        names = names_of(12)
+        with Client(running.address if transport == "shared memory" else running.tcp_address) as client:
+            client.put(names)
+            ticket, tiers = client.lookup(names)
+            assert len(tiers) == 12
+            returns = client.store.num_returns
+            running.stop()
+            done = client.load(ticket, names)
+            assert set(done.statuses) <= {BlockStatus.ERROR, BlockStatus.TIMEOUT} and done.quiesced
+            client.store.release(ticket)
+            until(lambda: not client.store.is_attached)
+            assert client.found(names) == ()
+            assert set(client.put(names)) == {BlockStatus.DROPPED}
+            assert {tier["breaker"] for tier in client.store.stats().values()} == {"open"}
+            object.__setattr__(running.config, "listen", f"127.0.0.1:{port}")
+            running.start()
+            until(lambda: client.store.is_attached)
+            assert client.store.num_returns > returns
+            assert client.hit(names) == ("nvme",) * 12
+        running.until_idle()
+
+
+def test_an_engine_may_start_before_its_store(tmp_path: Path) -> None:
+    with service() as running:
+        running.stop()
+        with Client(running.address, start_wait_s=0.05) as client:
+            assert not client.store.is_attached and client.store.tier_names == ()
+            assert client.found(names_of(3)) == ()
+            running.start()
+            until(lambda: client.store.is_attached)
+            assert client.put(names_of(3)) == (OK,) * 3
+
+
+def test_a_silent_service_is_not_waited_for_beyond_the_budget(shared: Service) -> None:
+    with Client(shared.address, load_budget_s=0.2) as client:
+        names = names_of(5, 900)
+        client.put(names)
+        ticket, tiers = client.lookup(names)
+        assert len(tiers) == 5
+        held: list[bool] = []
+
+        async def hold() -> None:
+            time.sleep(1.5)  # noqa: ASYNC251 - the service's only loop answers nobody
+            held.append(True)
+
+        waiting = asyncio.run_coroutine_threadsafe(hold(), shared.loop)
+        buffers = [memoryview(bytearray(PAYLOAD_BYTES)) for _ in names]
+        job = client.store.submit_load(ticket, names, buffers)
+        done = client.wait(LoadDone, job)
+        assert not held, "the answer came first"
+        assert set(done.statuses) == {BlockStatus.TIMEOUT}
+        waiting.result()
+        client.store.release(ticket)
+    shared.until_idle()
