@@ -240,6 +240,7 @@ class TierSet:
             limits=self.config.limits,
             make_executor=self._executor,
             left_out=self.left_out,
+            second_touch=self.config.second_touch,
             watch=self.watch,
         )
         store.put_identity(which[0], encoded)
