@@ -24,7 +24,7 @@ typedef struct pt_attention_task_s {
 /* The splits [split, split + num_splits) of one decode row that ran as tasks of their own. */
 typedef pt_attention_task pt_attention_merge;
 
-/* One query row's softmax so far: maximum, sum, and head_dim weighted values behind it. */
+/* One query row's softmax so far: maximum of the scores times log2(e), sum, and head_dim weighted values behind it. */
 typedef struct {
     float max, sum;
 } pt_softmax;
@@ -35,7 +35,9 @@ static inline int64_t pt_query_rows(const pt_model *m) { return pt_query_tokens(
 
 /* Where a worker's scratch has what; sizes in bytes, each 64-aligned. */
 typedef struct {
-    size_t q, scores, probs, packed, tile, acc, total, stats, totals, end;
+    size_t q, scores, probs, packed, tile, acc, total, stats, totals;
+    size_t q_panels, blocks, pairs, sums, lanes; /* attention_amx.inc */
+    size_t end;
 } pt_attention_layout;
 
 static inline pt_attention_layout pt_layout(const pt_model *m) {
@@ -45,11 +47,17 @@ static inline pt_attention_layout pt_layout(const pt_model *m) {
     l.scores = pt_take(&at, rows * PT_TILE * 4);
     l.probs = pt_take(&at, rows * PT_TILE * 4);
     l.packed = pt_take(&at, PT_TILE * dim * 4); /* K, then V: small, so that what is asked for ahead stays in cache */
-    l.tile = pt_take(&at, PT_TILE * dim * 4);
+    l.tile = pt_take(&at, PT_TILE * dim * 4); /* copies, and what they are padded from */
     l.acc = pt_take(&at, rows * dim * 4);
     l.total = pt_take(&at, rows * dim * 4);
     l.stats = pt_take(&at, rows * sizeof(pt_softmax));
     l.totals = pt_take(&at, rows * sizeof(pt_softmax));
+    const size_t panels = (size_t)pt_max(pt_ceil(pt_query_rows(m), 32), m->num_kv_heads * pt_ceil(pt_group(m), 32)), padded = (dim + 31) / 32 * 32;
+    l.q_panels = pt_take(&at, panels * 32 * padded * 2);
+    l.blocks = pt_take(&at, 2 * PT_TILE * 32 * 4);
+    l.pairs = pt_take(&at, 2 * PT_TILE * 32 * 2);
+    l.sums = pt_take(&at, panels * 32 * padded * 4);
+    l.lanes = pt_take(&at, panels * 32 * 2 * 4);
     l.end = at;
     return l;
 }

@@ -89,9 +89,12 @@ def _compiler() -> str | None:
 def _compile(source: Path, command: list[str]) -> None:
     try:
         _run(command)
-    except BuildError:
+    except BuildError as error:
         if source.name not in OPTIONAL:
             raise
+        logger.warning(
+            "%s is left out, the CPU core will be slower where the CPU has its instructions: %s", source.name, error
+        )
         _run([*command, OPTIONAL[source.name]])
 
 

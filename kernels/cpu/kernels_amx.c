@@ -1,5 +1,4 @@
-/* The kernels for amx: bf16 GEMMs in tiles, all else as at avx512_bf16. Attention stays there, too: its products are small,
- * and one choice for prefill and decode keeps a row's result the same. */
+/* The kernels for amx: bf16 GEMMs and attention over bf16 in tiles, all else as at avx512_bf16. */
 #include "internal.h"
 
 const pt_kernels *amx_table(void);
@@ -25,6 +24,12 @@ const pt_kernels *amx_table(void);
 
 #include "gemm_amx.inc"
 
+#include "softmax.inc"
+
+#define ATTENTION_BF16
+#define ATTENTION_TILES
+#include "attention.inc"
+
 const pt_kernels *avx512_bf16_table(void);
 
 static pt_kernels table;
@@ -35,6 +40,8 @@ static void make_table(void) {
     table.k_multiple = K_TILE;
     table.gemm_bf16 = NAME(gemm_bf16);
     table.pack_bf16 = NAME(pack_bf16);
+    table.attention_bf16 = NAME(bf16_attention);
+    table.merge_bf16 = NAME(bf16_attention_merge);
 }
 
 const pt_kernels *amx_table(void) {

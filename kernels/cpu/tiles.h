@@ -42,6 +42,12 @@ static inline void tile_configure(const pt_tile_config *config) {
         pt_memory_is_read();                                                                                           \
         _tile_loadd(tile, from, stride);                                                                               \
     } while (0)
+/* As tile_load, of what is read once: it does not drive other lines out of the first cache. */
+#define tile_stream(tile, from, stride)                                                                                \
+    do {                                                                                                               \
+        pt_memory_is_read();                                                                                           \
+        _tile_stream_loadd(tile, from, stride);                                                                        \
+    } while (0)
 #define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
 
 /* c += a b: fp32 sums over pairs of bf16; a has a row of pairs for each row of c, b a row of pairs for each pair of a. */

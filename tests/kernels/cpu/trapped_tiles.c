@@ -63,6 +63,7 @@ static void run(const instruction *i) {
     case 0x491: tile_configure((const pt_tile_config *)(i->base + i->index)); return;
     case 0x490: tile_release(); return;
     case 0x496: tile_zero(i->reg); return;
+    case 0x4B3: /* a hint apart, the same */
     case 0x4B7: tile_load(i->reg, i->base, i->index); return;
     case 0x4B5: tile_store(i->reg, i->base, i->index); return;
     case 0x5C4: tile_multiply(i->reg, i->rm, i->other); return;
