@@ -22,6 +22,7 @@ from pagetier.benchmarks.tiers.picture import draw
 from pagetier.kvstore.errors import PagetierError
 
 QUICK_BYTES, FULL_BYTES = 384 << 20, 1 << 30
+IDLE_S = 300.0
 
 __all__ = ("PARTS", "draw", "run", "run_part")  # what `pagetier bench` asks a benchmark for
 
@@ -53,12 +54,14 @@ def run(full: bool, say: Callable[[str], None]) -> list[Row]:
 def run_part(part: str, full: bool, say: Callable[[str], None]) -> list[Row]:
     """The rows of one tier, or those of LMCache."""
     if part == "lmcache":
-        return lmcache.run(5 if full else 3, say, wait_until_idle(300.0 if full else 0.0))
+        return lmcache.run(5 if full else 3, say, wait_until_idle(IDLE_S if full else 0.0))
     return _run([comparison for comparison in COMPARISONS if comparison.name == part], full, say)
 
 
 def _run(comparisons: Sequence[Comparison], full: bool, say: Callable[[str], None]) -> list[Row]:
-    note = wait_until_idle(300.0 if full else 0.0)
+    if full:
+        say(f"waiting for an idle machine, {IDLE_S:.0f} s at most")
+    note = wait_until_idle(IDLE_S if full else 0.0)
     total_bytes, num_pairs = (FULL_BYTES, 5) if full else (QUICK_BYTES, 3)
     rows: list[Row] = []
     for size, payload_bytes in PAYLOADS.items():
