@@ -110,6 +110,11 @@ BENCHES = {
         "pagetier.benchmarks.tiers.restart",
         full_minutes=60,
     ),
+    "shared": Bench(
+        "requests that share a prefix gain by the tiers, never pay for them, and compute it once",
+        "pagetier.benchmarks.shared",
+        full_minutes=15,
+    ),
     "policies": Bench(
         "no eviction policy leaves clearly more usable prefix tokens in a host tier than the default",
         "pagetier.benchmarks.policies.bench",
