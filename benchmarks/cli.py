@@ -171,7 +171,10 @@ def bench(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="`sim`: play this seed again.")] = None,
     keep: Annotated[bool, typer.Option(help="Append the rows below benchmarks/results.")] = True,
 ) -> None:
-    """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results."""
+    """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results.
+
+    Example: pagetier bench tiers --quick
+    """
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; give one")
     if seeds is not None and seed is not None:

@@ -106,7 +106,7 @@ def diagnose(name: str, figures: dict[str, Any], prefill_s: list[Any]) -> Diagno
     if figures.get("corrupt"):
         one.advice.append(f"{figures['corrupt']:,} entries did not verify: run pagetier verify")
     if figures.get("errors"):
-        one.advice.append(f"{figures['errors']:,} operations failed since the start: see the server's log")
+        one.advice.append(f"{figures['errors']:,} failed operations since the start: see the server's log")
     if (figures.get("lookup_s") or 0) > SLOW_LOOKUP_S:
         one.advice.append("asking whether a block is there is slow: is it far away?")
     capacity = figures.get("capacity_bytes") or 0
@@ -229,7 +229,9 @@ def _show(about: dict[str, Any], tiers: list[Diagnosis]) -> None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.2f} ms"
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
 def _rate(bytes_per_s: float | None) -> str:

@@ -38,6 +38,7 @@ from pagetier.kvstore.cli.sources import opened_place, reader_of
 from pagetier.kvstore.config import format_size
 
 SHOWN_CHARS = 40  # of a block's text
+OTHER_COLUMNS = 76  # what the others and the lines between them take, for a block in three tiers
 
 
 def make_query(load: LoadTextModel) -> Callable[..., None]:
@@ -74,7 +75,7 @@ def make_query(load: LoadTextModel) -> Callable[..., None]:
             typer.echo(json.dumps(answer, ensure_ascii=False, indent=2))
         else:
             console = Console()
-            console.print(query_table(answer))
+            console.print(query_table(answer, console.width))
             typer.echo(query_summary(answer))
         if not any(block["tiers"] for block in answer["blocks"]):
             raise typer.Exit(1)
@@ -82,9 +83,10 @@ def make_query(load: LoadTextModel) -> Callable[..., None]:
     return query
 
 
-def query_table(answer: dict[str, Any]) -> Table:
-    """A line for each block."""
-    text = Column("text", overflow="ellipsis", no_wrap=True, max_width=SHOWN_CHARS)
+def query_table(answer: dict[str, Any], width: int) -> Table:
+    """A line for each block, within so many columns."""
+    num_chars = max(8, min(SHOWN_CHARS, width - OTHER_COLUMNS))
+    text = Column("text", overflow="ellipsis", no_wrap=True, max_width=num_chars)
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     columns = (Column("tokens", **right), Column("tiers", no_wrap=True), Column("size", **right))
     table = Table(*columns, Column("age", **right), Column("hits", **right), Column("key", no_wrap=True), text)
@@ -96,7 +98,7 @@ def query_table(answer: dict[str, Any]) -> Table:
             format_size(block["bytes"]) if block["tiers"] else "",
             age_text(block["age_s"]),
             "" if block["hits"] is None or not block["tiers"] else f"{block['hits']:,}",
-            block["key"][:12],
+            block["key"][:8],
             Text(shown_text(block["text"])),
         )
     return table
@@ -166,7 +168,8 @@ def make_top(load: LoadTextModel) -> Callable[..., None]:
 
 
 def _grow(tree: Tree, prefix: dict[str, Any]) -> None:
-    hits = "" if prefix["hits"] is None else f"[bold]{prefix['hits']:,}[/bold] hits, "
+    count = prefix["hits"]
+    hits = "" if count is None else f"[bold]{count:,}[/bold] hit{'s' if count != 1 else ''}, "
     pinned = ", pinned" if prefix.get("pinned") else ""
     facts = (
         f"{hits}{prefix['num_tokens']:,} tokens, {format_size(prefix['bytes'])}, {' '.join(prefix['tiers'])}{pinned}"

@@ -214,7 +214,8 @@ def _verified(verify: dict[str, int]) -> str:
 
 def _state(tier: dict[str, Any]) -> str:
     """What is wrong with a tier, in words; ok when nothing is."""
-    faults = [f"{tier[name]:,} {name}" for name in ("errors", "corrupt") if tier[name]]
+    faults = [f"{tier['errors']:,} error{'s' if tier['errors'] != 1 else ''}"] if tier["errors"] else []
+    faults += [f"{tier['corrupt']:,} corrupt"] if tier["corrupt"] else []
     if tier["breaker"] not in (None, "closed"):
         faults.insert(0, f"breaker {tier['breaker']}")
     return ", ".join(faults) or "ok"

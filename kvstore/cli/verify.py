@@ -149,7 +149,7 @@ def _show(report: Report, repair: bool) -> None:
             typer.echo(f"… and {damaged + unchecked - len(report.findings):,} more")
     speed = report.nbytes / max(report.elapsed_s, 1e-9)
     typer.echo(
-        f"{report.place}: {report.num_records:,} records of {len(report.domains)} domains, "
+        f"{report.place}: {report.num_records:,} records, {len(report.domains):,} cache identities, "
         f"{format_size(report.nbytes)} read in {report.elapsed_s:.1f} s ({format_size(int(speed))}/s)"
     )
     typer.echo(f"{report.counts[Verdict.OK]:,} are sound, {damaged:,} damaged, {unchecked:,} of another MAC key")
