@@ -91,8 +91,8 @@ BENCHES = {
         full_minutes=2,
     ),
     "preemption": Bench(
-        "preemption keeps work, priority acts, and planning stays short with 10,000 waiting",
-        "pagetier.benchmarks.preemption",
+        "scheduling keeps memory full and work done: pages, iterations, reuse, choices, preemption, long queues",
+        "pagetier.benchmarks.preemption.bench",
         full_minutes=25,
     ),
     "tiers": Bench(

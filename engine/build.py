@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,9 +135,13 @@ class Engine:
         self.core.close()
 
 
-def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
+Wrap = Callable[[Connector, int], Connector]
+
+
+def build_engine(config: ServeConfig, *, progress: bool = False, wrap: Wrap | None = None) -> Engine:
     """Load the model and open the store. Takes about a second for the default model; pulls it first if need be.
 
+    wrap: puts something between engine and store, for measurements; given the connector and the bytes of a block.
     Raises ConfigError or CapacityError, one line, for anything that cannot work.
     """
     device = _resolve_device(config.device)
@@ -149,10 +154,12 @@ def build_engine(config: ServeConfig, *, progress: bool = False) -> Engine:
         load_config(path)  # of two faults the one that no tokenizer mends is told
         raise
     with ExitStack() as undo:  # a caller that tries again must not find threads and folders still taken
-        return _assembled(config, path, device, tokenizer, undo)
+        return _assembled(config, path, device, tokenizer, undo, wrap)
 
 
-def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenizer, undo: ExitStack) -> Engine:
+def _assembled(
+    config: ServeConfig, path: Path, device: str, tokenizer: Tokenizer, undo: ExitStack, wrap: Wrap | None
+) -> Engine:
     """The engine; `undo` is left empty, or ends what was begun before something failed."""
     checkpoint = load_checkpoint(path, config.dtype)
     model_config, dtype = checkpoint.config, checkpoint.dtype
@@ -183,6 +190,7 @@ def _assembled(config: ServeConfig, path: Path, device: str, tokenizer: Tokenize
         undo.callback(store.close)
         connector = _connector(store, pool)
         tier_names = tier_names or tuple(store.stats())
+        connector = wrap(connector, pool.block_nbytes) if wrap is not None else connector
     core = EngineCore(
         engine_config,
         ModelRunner(model, pool, threaded=config.pipeline_depth > 1, paranoid=config.paranoid),

@@ -20,6 +20,7 @@ from pagetier.engine.prefix_index import PrefixIndex
 from pagetier.engine.restore_cost import RestoreCost
 from pagetier.engine.runner.base import Runner
 from pagetier.engine.scheduler import Scheduler
+from pagetier.engine.tables import BlockTables
 from pagetier.engine.transfers import Transfers
 from pagetier.engine.waiting_reasons import count_reasons
 from pagetier.kvstore.errors import ClosedError
@@ -37,8 +38,8 @@ class EngineCore:
 
     root_of: `cache_salt` -> root key of its chains. block_nbytes: bytes of one block over all KV groups, for
     statistics. make_policy: a policy of one's own instead of the configuration's. poison: overwrites device blocks;
-    with it, blocks are overwritten as soon as they are free. clock: seconds. Closing closes the runner and the
-    connector.
+    with it, blocks are overwritten as soon as they are free. clock: seconds. make_tables: another way to give requests
+    their blocks, for comparisons. Closing closes the runner and the connector.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EngineCore:
         make_policy: MakePolicy | None = None,
         poison: Callable[[Sequence[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_tables: Callable[..., BlockTables] = BlockTables,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -75,7 +77,9 @@ class EngineCore:
         cost = RestoreCost(runner.prefill_s)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost, clock)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
-        self.scheduler = Scheduler(config, pool, index, transfers, root_of, hash_named(hash_name), policy, clock)
+        self.scheduler = Scheduler(
+            config, pool, index, transfers, root_of, hash_named(hash_name), policy, clock, make_tables
+        )
         self._drained: list[TokenOutput] = []  # outputs of steps that `set_identity` waited for
         self._closed = False
         self._is_stepping = self._is_stalled = False

@@ -57,6 +57,7 @@ class Scheduler:
         hash_: Hash,
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
+        make_tables: Callable[..., BlockTables] = BlockTables,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -66,7 +67,7 @@ class Scheduler:
         self.timelines = Timelines(clock)
         self.launched: deque[StepPlan] = deque()
         self.queues = Queues(policy)
-        self.tables = BlockTables(config, pool, index, hash_, self.launched)
+        self.tables = make_tables(config, pool, index, hash_, self.launched)
         self.lookups = Lookups(config, transfers)
         self.leaders = Leaders(config.block_size, policy.rank)
         self.forks = Forks(config.block_size)
