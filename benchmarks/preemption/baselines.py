@@ -31,7 +31,10 @@ def reserving(reserve: Reserve) -> type[BlockTables]:
             references, pool = self._pool.references, self._pool
             run: list[int] = []
             for block in range(pool.num_blocks):
-                run = [*run, block] if not references(block) else []
+                if references(block):
+                    run.clear()
+                    continue
+                run.append(block)
                 if len(run) == count:
                     given = pool.allocate(pool.num_available)
                     assert given is not None
@@ -59,10 +62,7 @@ def oracle(request: Request) -> int:
 
 
 def static_batches(size: int) -> Admit:
-    """A batch begins when the one before has ended to its last row, with as many as have come, `size` at most.
-
-    Rows that ended early take no time here, as in a padded batch they would: in favour of batching.
-    """
+    """A batch begins when the one before has ended to its last row, with as many as have come, `size` at most."""
 
     def admit(waiting: Sequence[float], now_s: float, is_idle: bool) -> int:
         return min(size, len(waiting)) if is_idle else 0

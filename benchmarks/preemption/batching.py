@@ -1,12 +1,25 @@
-"""W2: iterations against batches, on lengths like ShareGPT's. In virtual time, and once for real."""
+"""W2: iterations against batches, on lengths like ShareGPT's. In virtual time, and once for real.
+
+A batch computes all of its rows to the end of the longest, as padded batches do; what a row makes past its own end does
+not count. Its prompts are prefilled without padding, in favour of batching.
+"""
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 from pagetier.benchmarks.pairing import measure_pairs
 from pagetier.benchmarks.preemption.baselines import static_batches, window_batches
-from pagetier.benchmarks.preemption.virtual import StepModel, VirtualEngine, at_once, chat_lengths, chats, serve
+from pagetier.benchmarks.preemption.virtual import (
+    Served,
+    StepModel,
+    VirtualEngine,
+    at_once,
+    chat_lengths,
+    chats,
+    serve,
+)
 from pagetier.benchmarks.report import Row
 from pagetier.benchmarks.rig import Rig, Weights, open_rig
 from pagetier.benchmarks.workload import Request, Workload
@@ -27,15 +40,13 @@ def batching_rows(model: StepModel, num_requests: int, note: str) -> list[Row]:
         "window": window_batches(BATCH, WINDOW_S),
     }
     num_tokens = sum(output for _, output in chat_lengths(num_requests, 1))
-    speeds = {
-        name: num_tokens / serve(VirtualEngine(config, model), chats(num_requests, None, seed=1), admit).end_s
-        for name, admit in ways.items()
-    }
+
+    def served(name: str, rate: float | None) -> Served:
+        return serve(VirtualEngine(config, model), chats(num_requests, rate, seed=1), ways[name], name != "iteration")
+
+    speeds = {name: num_tokens / served(name, None).end_s for name in ways}
     rate = 0.5 * num_requests * speeds["static"] / num_tokens
-    latencies = {
-        name: serve(VirtualEngine(config, model), chats(num_requests, rate, seed=1), admit).mean_per_token_s
-        for name, admit in ways.items()
-    }
+    latencies = {name: served(name, rate).mean_per_token_s for name in ways}
     rows = [Row(f"w2_{name}", speed, "tok/s", note=note) for name, speed in speeds.items()]
     how = f"{rate:.2g} requests a second, half of what static batching bears; {note}"
     rows += [Row(f"w2_latency_{name}", 1e3 * latency_s, "ms", note=how) for name, latency_s in latencies.items()]
@@ -58,4 +69,9 @@ def real_row(num_requests: int, num_runs: int, note: str) -> Row:
 
 
 def _batched_s(rig: Rig, requests: list[Request]) -> float:
-    return sum(rig.generate(requests[first : first + BATCH])[1] for first in range(0, len(requests), BATCH))
+    elapsed_s = 0.0
+    for first in range(0, len(requests), BATCH):
+        batch = requests[first : first + BATCH]
+        longest = max(request.num_new for request in batch)
+        elapsed_s += rig.generate([replace(request, num_new=longest) for request in batch])[1]
+    return elapsed_s

@@ -69,7 +69,7 @@ def _modes(full: bool, say: Say, note: str) -> list[Row]:
 
 def _choices(full: bool, say: Say, note: str) -> list[Row]:
     say("W6: choices of one prompt")
-    return choice_rows(64 if full else 16, note)
+    return choice_rows(128 if full else 64, note)
 
 
 _PARTS: dict[str, Callable[[bool, Say, str], list[Row]]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -156,18 +156,22 @@ def at_once(waiting: Sequence[float], now_s: float, is_idle: bool) -> int:
     return len(waiting)
 
 
-def serve(engine: VirtualEngine, arrivals: Sequence[Arrival], admit: Admit = at_once) -> Served:
-    """Let all of them arrive, be answered, and time pass where there is nothing to do."""
+def serve(engine: VirtualEngine, arrivals: Sequence[Arrival], admit: Admit = at_once, pads: bool = False) -> Served:
+    """Let all of them arrive, be answered, and time pass where there is nothing to do.
+
+    pads: what is handed over together is computed to the end of its longest row, and answered then.
+    """
     served, waiting, sent_s = Served(), deque[int](), {}
     todo, core, clock = deque(range(len(arrivals))), engine.core, engine.clock
     while todo or waiting or core.has_work():
         while todo and arrivals[todo[0]].at_s <= clock.now_s:
             waiting.append(todo.popleft())
         count = admit([arrivals[i].at_s for i in waiting], clock.now_s, not core.has_work())
-        for _ in range(count):
-            index = waiting.popleft()
+        batch = [waiting.popleft() for _ in range(count)]
+        longest = max((arrivals[index].num_new for index in batch), default=0)
+        for index in batch:
             sent_s[str(index)] = arrivals[index]
-            engine.add(str(index), arrivals[index])
+            engine.add(str(index), replace(arrivals[index], num_new=longest) if pads else arrivals[index])
         if not core.has_work():
             clock.now_s = max(clock.now_s + 1e-3, arrivals[todo[0]].at_s if todo and not waiting else 0.0)
             continue
@@ -186,7 +190,7 @@ def chat_lengths(count: int, seed: int) -> list[tuple[int, int]]:
     draw = random.Random(seed)
     lengths = []
     for _ in range(count):
-        prompt = min(1024, max(4, int(draw.lognormvariate(4.5, 1.1))))
+        prompt = min(1024, max(4, int(draw.lognormvariate(4.4, 1.35))))
         lengths.append((prompt, min(1024, max(4, int(draw.lognormvariate(5.5, 0.85))))))
     return lengths
 
