@@ -120,6 +120,11 @@ BENCHES = {
         "pagetier.benchmarks.policies.bench",
         full_minutes=6,
     ),
+    "service": Bench(
+        "a store in another process costs little, and clients that die leave nothing behind",
+        "pagetier.benchmarks.service.bench",
+        full_minutes=12,
+    ),
     "spine": Bench(
         "16 concurrent greedy requests are no slower than transformers.generate on the same batch and dtype",
         "pagetier.benchmarks.spine",
