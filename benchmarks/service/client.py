@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from pagetier.kvstore.job import LoadDone, LookupDone, PutDone
 from pagetier.kvstore.service.address import parse_address
 from pagetier.kvstore.service.remote_store import RemoteStore
 
+Done = TypeVar("Done", LookupDone, LoadDone, PutDone)
 NUM_CHAINS, CHAIN_BLOCKS = 64, 24
 PAYLOAD_BYTES = 64 << 10
 ANSWER_S = 30.0
@@ -37,13 +39,13 @@ def main(url: str, seconds: float, seed: int) -> None:
     while time.monotonic() < until_s:
         names = names_of(CHAIN_BLOCKS, rng.randrange(NUM_CHAINS))
         if rng.random() < 0.4:
-            wait(store, PutDone, store.submit_put(names, [memoryview(payload(name)) for name in names]))
+            wait(store, PutDone, store.submit_put(names, [payload(name).data for name in names]))
             counts["puts"] += 1
             continue
         ticket = store.submit_lookup(names)
         found = names[: len(wait(store, LookupDone, ticket).tiers)]
         buffers = [np.zeros(PAYLOAD_BYTES, np.uint8) for _ in found]
-        done = wait(store, LoadDone, store.submit_load(ticket, found, [memoryview(buffer) for buffer in buffers]))
+        done = wait(store, LoadDone, store.submit_load(ticket, found, [buffer.data for buffer in buffers]))
         store.release(ticket)
         for name, buffer, status in zip(found, buffers, done.statuses, strict=True):
             if status is BlockStatus.OK:
@@ -54,12 +56,13 @@ def main(url: str, seconds: float, seed: int) -> None:
     sys.stdout.write(json.dumps(counts) + "\n")
 
 
-def wait(store: RemoteStore, kind: type, number: int) -> LookupDone | LoadDone | PutDone:  # type: ignore[type-arg]
+def wait(store: RemoteStore, kind: type[Done], number: int) -> Done:
+    """The answer of that kind: one thing is asked at a time. Raises TimeoutError."""
     limit_s = time.monotonic() + ANSWER_S
     while time.monotonic() < limit_s:
         for done in store.poll():
             if isinstance(done, kind):
-                return done  # type: ignore[no-any-return]
+                return done
         time.sleep(0.0005)
     raise TimeoutError(f"no answer to {number}")
 
