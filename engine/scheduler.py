@@ -511,7 +511,9 @@ class Scheduler:
         requests = set(self._requests.values())
         self.queues.check(requests)
         self.tables.check(requests)
-        self.transfers.check()
+        self.transfers.check(self.queues.loading)
         self.shadow.check(self.queues.loading)
+        for request in self.queues.loading:
+            assert request.job is not None or self.shadow.checks(request), f"{request.request_id} loads nothing"
         self.leaders.check([*self.queues.running, *self.queues.loading])
         self.forks.check(requests)

@@ -72,6 +72,10 @@ class ShadowChecks:
             self._checks[request] = ShadowCheck(first, tiers, chosen)
         return bool(chosen)
 
+    def checks(self, request: Request) -> bool:
+        """Whether a check of what the request loaded is under way."""
+        return request in self._checks
+
     def forget(self, request: Request) -> None:
         """The request ended or starts over; rows under way go on unseen."""
         self._checks.pop(request, None)

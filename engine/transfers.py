@@ -94,6 +94,7 @@ class Transfers:
     def load(self, request: Request, first: int, end: int) -> None:
         """Load the request's blocks [first, end), a leading run of its lookup's answer from `first` on."""
         assert self._connector is not None and request.ticket is not None and request.job is None
+        self._swaps.pop(request, None)  # its ticket pins what the tiers had of it before all of that was written
         blocks = request.block_ids[first:end]
         self._pool.acquire(blocks)
         request.job = self._connector.submit_load(request.ticket, request.names[first:end], blocks)
@@ -224,9 +225,11 @@ class Transfers:
                 node.saved = 0  # a later touch tries again
         self._pool.release([node.block for node in nodes])
 
-    def check(self) -> None:
-        """Raise AssertionError when tickets or references leaked."""
+    def check(self, loading: Sequence[Request]) -> None:
+        """Raise AssertionError when tickets or references leaked, or one of those that load waits for something else."""
         assert self._lookups.keys() <= self._tickets, "a lookup without a ticket"
+        for request in loading:
+            assert request not in self._swaps, f"{request.request_id} loads, and is to be looked up again"
         for job, blocks in self._destinations.items():
             for block in blocks:
                 assert self._pool.references(block) > 0, f"job {job} writes to free block {block}"

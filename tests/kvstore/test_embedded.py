@@ -96,6 +96,8 @@ def server_pid(directory: Path) -> int:
 
 
 def supervisor_pid(directory: Path) -> int:
+    """Waits for it to be known: a supervisor that starts holds its lock for a moment before it writes its pid."""
+    eventually(lambda: Rendezvous(directory).supervisor_note().isdigit())
     return int(Rendezvous(directory).supervisor_note())
 
 
