@@ -226,7 +226,7 @@ class Transfers:
         self._pool.release([node.block for node in nodes])
 
     def check(self, loading: Sequence[Request]) -> None:
-        """Raise AssertionError when tickets or references leaked, or one of those that load waits for something else."""
+        """Raise AssertionError when tickets or references leaked, or one that loads waits for something else."""
         assert self._lookups.keys() <= self._tickets, "a lookup without a ticket"
         for request in loading:
             assert request not in self._swaps, f"{request.request_id} loads, and is to be looked up again"
