@@ -150,7 +150,8 @@ class StoreAdmin:
         self._payload_bytes = payload_bytes
         self._book, self._events, self._purged = watch.book, watch.events, purged
         self._lock = threading.Lock()
-        self._keeper = PinKeeper(self._ports, part, payload_bytes)  # guarded by self._lock, as all below
+        # guarded by self._lock, as all below
+        self._keeper = PinKeeper(self._ports, part, payload_bytes, watch.pin_shares)
         self._file: PinFile | None = None
         self._kept: list[Kept] = []
         self._has_learnt = False

@@ -209,8 +209,12 @@ class HostTier:
             return BlockStatus.TIMEOUT
         with self._lock:
             entry = self._entries.get(read.address)
-            if entry is None or entry.name != read.name or entry.slot.nbytes != len(read.destination):
+            if entry is None:
                 return BlockStatus.MISS
+            if entry.name != read.name or entry.slot.nbytes != len(read.destination):
+                self._corrupt += 1  # another block under its key: it goes, or the true one could never be stored
+                self._forget(read.address)
+                return BlockStatus.CORRUPT
             entry.num_readers += 1
             view = self._arena.view(entry.slot)
         _copy(read.destination, view)
@@ -236,7 +240,8 @@ class HostTier:
         with self._lock:
             entry = self._entries.get(address)
             if entry is not None:
-                return BlockStatus.EXISTS if entry.name == write.name else BlockStatus.DROPPED
+                is_same = entry.name == write.name and entry.slot.nbytes == len(write.source)
+                return BlockStatus.EXISTS if is_same else BlockStatus.DROPPED
             if address in self._writing:  # another thread stores it at this moment
                 return BlockStatus.EXISTS
             if self._is_closed:

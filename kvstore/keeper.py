@@ -2,13 +2,14 @@
 
 A pin is a promise renewed every few seconds, not a lock: memory tiers hold pinned blocks outright, NVMe and Redis are
 told that they were used, which makes them the last to go. So pins survive restarts (the file is read again) and a tier
-that was emptied is filled from one that was not. Pinned blocks take at most PIN_SHARE of a tier; the rest of a pin
-waits for room. All methods are for one thread, or under the caller's lock.
+that was emptied is filled from one that was not. Pinned blocks take at most PIN_SHARE of a tier, whoever pinned
+them; the rest of a pin waits for room. A keeper's methods are for one thread, or under the caller's lock.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,29 @@ class Kept:
     restored: dict[str, int] = field(default_factory=dict)
 
 
+class PinShares:
+    """What the keepers of one set of tiers may pin of each tier: PIN_SHARE of it together, first come, first served.
+
+    A keeper is of one cache identity and part. Any thread. Invariant: the grants of a tier add up to its share at most.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._granted: dict[str, dict[object, int]] = {}  # guarded by self._lock; bytes by tier and keeper
+
+    def grant(self, tier: str, keeper: object, wanted_bytes: int, capacity_bytes: int) -> int:
+        """The bytes that a keeper may pin of a tier from now on, at most those that it wants; 0 gives all back."""
+        with self._lock:
+            granted = self._granted.setdefault(tier, {})
+            others = sum(nbytes for other, nbytes in granted.items() if other is not keeper)
+            nbytes = max(0, min(wanted_bytes, int(capacity_bytes * PIN_SHARE) - others))
+            if nbytes:
+                granted[keeper] = nbytes
+            else:
+                granted.pop(keeper, None)
+            return nbytes
+
+
 class PinKeeper:
     """Invariant: every lease belongs to a pin that the last round was given."""
 
@@ -52,9 +76,11 @@ class PinKeeper:
         ports: Sequence[TierPort],
         part: Part,
         payload_bytes: int,
+        shares: PinShares,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ports, self._part, self._payload_bytes, self._clock = ports, part, payload_bytes, clock
+        self._shares = shares
         self._held: dict[tuple[str, str], _Held] = {}  # by pin and tier
 
     def renew(self, pins: Sequence[Pin]) -> list[Kept]:
@@ -64,23 +90,25 @@ class PinKeeper:
             self._let_go(gone)
         kept = {pin.pin_id: Kept(pin) for pin in pins}
         for index, port in enumerate(self._ports):
-            room = self._room_blocks(port)
-            for pin in pins:
-                if _is_for(pin, port):
-                    names = pin.names[:room]
-                    room -= len(names)
-                    self._keep(index, pin, names, kept[pin.pin_id])
+            own = [pin for pin in pins if _is_for(pin, port)]
+            room = self._room_blocks(port, sum(len(pin.names) for pin in own))
+            for pin in own:
+                names = pin.names[:room]
+                room -= len(names)
+                self._keep(index, pin, names, kept[pin.pin_id])
         return list(kept.values())
 
     def close(self) -> None:
         """Let go of everything."""
         for held in list(self._held):
             self._let_go(held)
+        for port in self._ports:
+            self._shares.grant(port.name, self, 0, 0)
 
-    def _room_blocks(self, port: TierPort) -> int:
+    def _room_blocks(self, port: TierPort, num_wanted: int) -> int:
         """How many blocks pins may take; 0 capacity is a medium without a bound."""
-        capacity = port.tier.counters().capacity_bytes
-        return int(capacity * PIN_SHARE) // max(1, self._payload_bytes) if capacity else 1 << 30
+        capacity, size = port.tier.counters().capacity_bytes, max(1, self._payload_bytes)
+        return self._shares.grant(port.name, self, num_wanted * size, capacity) // size if capacity else num_wanted
 
     def _keep(self, index: int, pin: Pin, names: Sequence[BlockName], kept: Kept) -> None:
         port = self._ports[index]

@@ -26,6 +26,7 @@ VERSION = 1
 MAX_PINS = 4096
 MAX_PIN_BLOCKS = 65_536  # a million tokens
 MAX_FILE_BYTES = 256 << 20
+NAME_BYTES, PIN_BYTES = 128, 128  # of a block's name without tokens, and of a pin without names, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,22 @@ class Pin:
 
 
 class PinFile:
-    """The pins of one host. Any thread, any process: changes happen under a lock on a file beside it."""
+    """The pins of one host. Any thread, any process: changes happen under a lock on a file beside it.
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    It holds at most `max_pins` and `max_bytes`. Pins of caches that no longer are, such as those of weights that were
+    changed in place, are nobody's to unpin: they make room for others, oldest first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        max_pins: int = MAX_PINS,
+        max_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
         self._path, self._clock = path, clock
+        self._max_pins, self._max_bytes = max_pins, max_bytes
 
     @property
     def state(self) -> object:
@@ -64,26 +77,39 @@ class PinFile:
     def read(self) -> list[Pin]:
         """Those that have not expired. A file that cannot be read holds none: one log line."""
         try:
-            if os.stat(self._path).st_size > MAX_FILE_BYTES:
+            return self._read()
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): no pin is kept", self._path, error)
+            return []
+
+    def _read(self) -> list[Pin]:
+        """As `read`; raises OSError where the medium fails: what cannot be read now must not be written over."""
+        try:
+            if os.stat(self._path).st_size > self._max_bytes:
                 raise ValueError("too large")
             fields = msgpack.unpackb(self._path.read_bytes())
             pins = [_unpacked(one) for one in fields["pins"]] if fields["version"] == VERSION else []
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            logger.warning("%s cannot be read (%s): no pin is kept", self._path, error)
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            logger.warning("%s is no file of pins (%s): no pin is kept", self._path, error)
             return []
         now_s = self._clock()
         return [pin for pin in pins if pin.expires_s is None or pin.expires_s > now_s]
 
     def add(self, pin: Pin) -> None:
-        """Add or renew. Raises CapacityError beyond MAX_PINS, PagetierError when the file cannot be written."""
+        """Add or renew. Raises CapacityError when there is no room, PagetierError when the file cannot be changed."""
         if not 1 <= len(pin.names) <= MAX_PIN_BLOCKS:
             raise CapacityError(f"a pin has 1 to {MAX_PIN_BLOCKS} blocks, got {len(pin.names)}")
         with self._changing() as pins:
-            pins[:] = [one for one in pins if (one.domain, one.pin_id) != (pin.domain, pin.pin_id)] + [pin]
-            if len(pins) > MAX_PINS:
-                raise CapacityError(f"more than {MAX_PINS} pins; unpin some")
+            pins[:] = [one for one in pins if (one.domain, one.pin_id) != (pin.domain, pin.pin_id)]
+            while len(pins) >= self._max_pins or packed_bytes([*pins, pin]) > self._max_bytes:
+                foreign = next((one for one in pins if one.domain != pin.domain), None)
+                if foreign is None:
+                    raise CapacityError(f"no room for a pin beside {len(pins)} others; unpin some")
+                logger.warning("%s is full: a pin of the cache %s makes room", self._path, foreign.domain.hex()[:12])
+                pins.remove(foreign)
+            pins.append(pin)
 
     def remove(self, domain: bytes, pin_ids: Sequence[str] | None) -> list[Pin]:
         """Remove these, or all of the domain; those that were there."""
@@ -99,7 +125,7 @@ class PinFile:
             lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                pins = self.read()
+                pins = self._read()
                 yield pins
                 self._write(pins)
             finally:
@@ -116,6 +142,12 @@ class PinFile:
             file.flush()
             os.fsync(fd)
         os.replace(partial, self._path)
+
+
+def packed_bytes(pins: Sequence[Pin]) -> int:
+    """What a file of these takes, at most."""
+    names = sum(len(pin.names) * NAME_BYTES + sum(len(name.tokens) for name in pin.names) for pin in pins)
+    return names + PIN_BYTES * (1 + len(pins))
 
 
 def _packed(pin: Pin) -> dict[str, Any]:

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 
 from pagetier.kvstore.book import BlockBook
 from pagetier.kvstore.events import EventLog
-from pagetier.kvstore.keeper import bare
+from pagetier.kvstore.keeper import PinShares, bare
 from pagetier.kvstore.tier import ReportingTier, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One book and one log of events."""
+    """One book, one log of events, and one account of what is pinned."""
 
     book: BlockBook = field(default_factory=BlockBook)
     events: EventLog = field(default_factory=EventLog)
+    pin_shares: PinShares = field(default_factory=PinShares)
 
     @classmethod
     def of(cls, tiers: Iterable[Tier]) -> Watch:

@@ -13,6 +13,7 @@ from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone,
 from pagetier.kvstore.memory import Faults, MemoryTier
 from pagetier.kvstore.store import TieredStore
 from pagetier.kvstore.tier import BlockWrite, Tier
+from pagetier.kvstore.watch import Watch
 from tests.kvstore.tier_contract import PART, payload_of
 
 PAYLOAD_BYTES = 64
@@ -77,6 +78,7 @@ class Rig:
         budget_s: float = 10.0,
         second_touch: Sequence[str] = (),
         domain: bytes | None = None,
+        watch: Watch | None = None,
         **limits: float,
     ) -> None:
         self.tiers, self.clock = tiers, clock
@@ -92,6 +94,7 @@ class Rig:
             domain=domain,
             load_budget_s=budget_s,
             second_touch=second_touch,
+            watch=watch,
             limits=StoreLimits(**values),  # type: ignore[arg-type]
             **make,  # type: ignore[arg-type]
             **timed,  # type: ignore[arg-type]

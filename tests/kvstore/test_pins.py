@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from pagetier.kvstore.admin import StoreAdmin
-from pagetier.kvstore.errors import CapacityError, ConfigError
+from pagetier.kvstore.errors import CapacityError, ConfigError, PagetierError
 from pagetier.kvstore.keeper import PIN_SHARE
 from pagetier.kvstore.memory import MemoryTier
-from pagetier.kvstore.pins import Pin, PinFile
+from pagetier.kvstore.pins import Pin, PinFile, packed_bytes
+from pagetier.kvstore.watch import Watch
 from tests.kvstore.rig import PAYLOAD_BYTES, Rig, memory
 from tests.kvstore.tier_contract import DOMAIN, addresses, chain
 
@@ -52,6 +54,49 @@ def test_a_damaged_file_holds_no_pin_and_can_be_written_again(tmp_path: Path, co
     assert file.read() == []
     file.add(Pin(DOMAIN, tuple(chain(2))))
     assert len(file.read()) == 1
+
+
+def test_what_the_medium_will_not_give_now_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "pins.msgpack"
+    PinFile(path).add(Pin(DOMAIN, tuple(chain(2))))
+    kept = path.read_bytes()
+    path.rename(tmp_path / "kept")
+    path.mkdir()  # reading it fails, whoever one is
+    for change in (lambda: PinFile(path).add(Pin(DOMAIN, tuple(chain(3)))), lambda: PinFile(path).remove(DOMAIN, None)):
+        with pytest.raises(PagetierError, match="cannot be kept there"):
+            change()
+    assert PinFile(path).read() == [] and path.is_dir()
+    path.rmdir()
+    path.write_bytes(kept)
+    PinFile(path).add(Pin(DOMAIN, tuple(chain(3))))
+    assert len(PinFile(path).read()) == 2
+
+
+@pytest.mark.parametrize(("max_pins", "max_bytes"), [(3, 1 << 20), (99, 2_500)])
+def test_a_full_file_refuses_and_keeps_what_it_has(tmp_path: Path, max_pins: int, max_bytes: int) -> None:
+    """Whatever is accepted can be read again; pins of other caches, which nobody here can give up, make room."""
+    file = PinFile(tmp_path / "pins", max_pins=max_pins, max_bytes=max_bytes)
+    file.add(Pin(OTHER, tuple(chain(4, seed=9))))
+    added = 0
+    with pytest.raises(CapacityError, match="unpin some"):
+        for added in range(20):  # noqa: B007
+            file.add(Pin(DOMAIN, tuple(chain(4, seed=added))))
+    assert added >= 2
+    assert [pin.names for pin in file.read()] == [tuple(chain(4, seed=seed)) for seed in range(added)]
+    file.add(Pin(DOMAIN, tuple(chain(4)), expires_s=1e12))  # renewed
+    assert len(file.read()) == added and file.read()[-1].expires_s == 1e12
+    file.remove(DOMAIN, [chain(4)[-1].key.hex()])
+    file.add(Pin(DOMAIN, tuple(chain(4, seed=added))))
+    assert len(file.read()) == added
+
+
+def test_a_files_size_is_foretold(tmp_path: Path) -> None:
+    """Names as large as they get: positions take nine bytes."""
+    file, name = PinFile(tmp_path / "pins"), chain(1)[0]
+    names = tuple(name._replace(position=(1 << 62) + i, tokens=bytes(4 * n)) for i, n in enumerate((1, 16, 970)))
+    for pin in (Pin(DOMAIN, names, ("host", "nvme", "redis"), 1e12), Pin(OTHER, names * 50)):
+        file.add(pin)
+        assert (tmp_path / "pins").stat().st_size <= packed_bytes(file.read())
 
 
 def test_writers_at_once_lose_no_pin(tmp_path: Path) -> None:
@@ -107,6 +152,33 @@ def test_pins_take_a_share_and_no_more(tmp_path: Path) -> None:
         admin.pin(names[:30])
         assert sum(info.held["host"] for info in admin.pins()) <= share
         assert isinstance(rig.tiers[0], MemoryTier) and 12 <= rig.tiers[0].num_pinned <= share
+
+
+def test_all_identities_over_one_tier_share_its_share(tmp_path: Path) -> None:
+    """Were it each one's, a few would hold all that lookups may pin, and then all that there is."""
+    tier, domains = memory("host", 64), [bytes([i]) * 32 for i in range(4)]
+    share, watch = int(64 * PIN_SHARE), Watch.of([tier])
+    chains = [chain(6, seed=i) for i in range(len(domains))]
+    with ExitStack() as stack:
+        rigs = [stack.enter_context(Rig(tier, domain=domain, watch=watch)) for domain in domains]
+        stack.enter_context(closing(tier))
+        admins = [keeping(rig, tmp_path / "pins") for rig in rigs]
+        for rig, names in zip(rigs, chains, strict=True):
+            rig.put(names)
+        assert [admin.pin(names).held["host"] for admin, names in zip(admins, chains, strict=True)] == [6, 6, 4, 0]
+        assert tier.num_pinned == share
+        for _ in range(2):
+            for admin in admins:
+                admin.renew_pins()
+            assert tier.num_pinned == share, "a round takes nothing from others"
+        admins[0].unpin()
+        held = [admin.renew_pins()[0].held["host"] for admin in admins[1:]]
+        assert held == [6, 6, 4] and tier.num_pinned == share, "what one gives back others take"
+        admins[1].close()
+        assert [admin.renew_pins()[0].held["host"] for admin in admins[2:]] == [6, 6], "as does one that ends"
+        for admin in admins[2:]:
+            admin.close()
+        assert tier.num_pinned == 0
 
 
 def test_a_restart_keeps_pins_and_fills_the_empty_tier_from_the_other(tmp_path: Path) -> None:
