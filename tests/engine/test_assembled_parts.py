@@ -1,5 +1,6 @@
-"""KV of a real checkpoint of 8 heads over 4 KV heads goes from any TP and PP degree to any other: ranks read their parts
-of what one process stored, and one process serves from what ranks stored, with the same tokens.
+"""KV of a real checkpoint of 8 heads over 4 KV heads goes from any TP and PP degree to any other.
+
+Ranks read their parts of what one process stored, and one process serves from what ranks stored, with the same tokens.
 """
 
 from __future__ import annotations
