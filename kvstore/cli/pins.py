@@ -60,7 +60,7 @@ def pin(
 ) -> None:
     """Keep a prefix in the tiers below the device: its blocks are not evicted while it is pinned.
 
-    A pin outlives restarts and brings back what a tier lost from another one; all pins take a quarter of a tier at most.
+    A pin outlives restarts and brings back what a tier lost from another one; pins take a quarter of a tier at most.
 
     Example: pagetier pin --prompt "You answer questions about geography in one short sentence." --ttl 86400
     """
