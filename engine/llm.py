@@ -269,7 +269,7 @@ def _serve_config(model: str, kv_tier: Sequence[str], options: dict[str, Any]) -
     store: dict[str, Any] = {"tiers": tuple(kv_tier)}
     own: dict[str, Any] = {"model": model}
     for name, value in options.items():
-        is_size = name in ("kv_cache_memory", "host_size", "nvme_size", "nvme_scrub", "redis_size")
+        is_size = name in ("kv_cache_memory", "host_size", "nvme_size", "nvme_scrub", "redis_size", "warmup")
         given = parse_size(value, name) if is_size else value
         if name in store_fields and name != "tiers":
             store[name] = given

@@ -178,6 +178,7 @@ class _EngineCollector(Collector):
             ("pagetier_tier_read_bytes", "read_bytes", "Bytes of blocks read from it"),
             ("pagetier_tier_written_bytes", "written_bytes", "Bytes of blocks written to it"),
             ("pagetier_tier_dropped_puts", "dropped_puts", "Blocks not written, because too many waited"),
+            ("pagetier_tier_warmed_blocks", "warmed_blocks", "Blocks that warm-up brought after the start"),
         ):
             counter = CounterMetricFamily(name, text, labels=["tier"])
             for tier, values in tiers.items():

@@ -23,7 +23,7 @@ from pagetier.engine.config import (
 )
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
-from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, parse_size, parse_tiers
+from pagetier.kvstore.config import EMBEDDED, WARMUP_HELP, StoreConfig, default_redis_url, parse_size, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
 from pagetier.kvstore.mac import load_mac_key
@@ -218,6 +218,7 @@ class ServeFlags:
         float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
     ] = 1000.0
     kv_write_policy: Annotated[str, _option("--kv-write-policy", panel=TIERS, text=WRITE_POLICY_HELP)] = ""
+    kv_warmup: Annotated[str, _option("--kv-warmup", panel=TIERS, text=WARMUP_HELP)] = "0"
     kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text=KV_VERIFY_HELP)] = "checksum"
     kv_mac_key: Annotated[
         Path | None,
@@ -273,6 +274,7 @@ def store_fields(flags: ServeFlags) -> dict[str, Any]:
         "redis_ttl_s": flags.kv_redis_ttl,
         "redis_linger_s": flags.kv_redis_linger,
         "write_policy": flags.kv_write_policy,
+        "warmup": parse_size(flags.kv_warmup, "--kv-warmup"),
         "load_budget_s": flags.kv_load_budget_ms / 1e3,
         "store_url": flags.kv_store_url,
         "mac_key_file": None if flags.kv_mac_key is None else str(flags.kv_mac_key.expanduser().absolute()),

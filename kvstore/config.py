@@ -26,6 +26,7 @@ URL_SCHEMES = (
     *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )
 EMBEDDED = "embedded"
+WARMUP_HELP = "Bytes of the hottest blocks that go to the host tier after a start, when idle; 0: none."
 LOCAL_STORE, STORE_SCHEMES = "local", ("unix:///", "grpc://", "grpcs://")
 _LOGIN_OPTION = re.compile(r"([?&][^=&]*(?:user|pass)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -130,6 +131,8 @@ class StoreConfig:
         is less than the prefill that a useful hit saves.
     write_policy: "redis=second-touch" gives that tier a block when it is used for a second time; what is not named is
         written through, so that it is there after a restart.
+    warmup: bytes of the hottest blocks that are copied to the host tier after a start, while nobody needs the tiers; 0
+        (the default): none.
     poison: overwrite host slots that are free; set by --paranoid.
     pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
     store_url: a store service (`pagetier store`) to use instead of tiers of one's own; `local` is the default socket.
@@ -150,6 +153,7 @@ class StoreConfig:
     mac_key_file: Path | None = None
     load_budget_s: float = 1.0
     write_policy: str = ""
+    warmup: int = 0
     poison: bool = False
     pins_path: Path | None = None
     store_url: str | None = None
@@ -178,6 +182,7 @@ class StoreConfig:
             ("--kv-nvme-io", self.nvme_io, self.nvme_io in NVME_IO, ", ".join(NVME_IO)),
             ("--kv-nvme-fsync", self.nvme_fsync, self.nvme_fsync in NVME_FSYNC, ", ".join(NVME_FSYNC)),
             ("--kv-redis-url", without_login(self.redis_url), known_url, f"{', '.join(URL_SCHEMES)} or {EMBEDDED}"),
+            ("--kv-warmup", self.warmup, self.warmup >= 0, "0 (none) or more bytes"),
             ("--kv-redis-size", self.redis_size, self.redis_size > 0, "more than 0 bytes"),
             ("--kv-redis-ttl", self.redis_ttl_s, self.redis_ttl_s >= 1, "at least 1 second"),
             ("--kv-redis-linger", self.redis_linger_s, self.redis_linger_s >= 0, "0 or more seconds"),
@@ -195,6 +200,8 @@ class StoreConfig:
                 raise ConfigError.bad_value(
                     "--kv-write-policy", tier, f"tiers of --kv-tier: {', '.join(self.tier_names)}"
                 )
+        if self.warmup and "host" not in self.tier_names:
+            raise ConfigError("--kv-warmup fills the host tier: give --kv-host-size, such as --kv-host-size 4GiB")
         if self.store_url is not None:
             if not (self.store_url == LOCAL_STORE or self.store_url.startswith(STORE_SCHEMES)):
                 allowed = f"{LOCAL_STORE}, or an address that begins with {', '.join(STORE_SCHEMES)}"

@@ -14,20 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
+from pagetier.kvstore.block import Address, BlockName, Part
+from pagetier.kvstore.copying import CALL_S, TierCopier
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.pins import Pin
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.residents import Lease
-from pagetier.kvstore.tier import BlockRead, BlockWrite, DescribingTier, Tier
+from pagetier.kvstore.tier import DescribingTier, Tier
 
 logger = logging.getLogger(__name__)
 
 PIN_SHARE = 0.25  # of a tier's capacity, for all pins together
 RENEW_S = 5.0  # between two rounds
 SLOW_RENEW_S = 60.0  # for tiers whose touch is I/O
-COPY_BLOCKS = 16  # brought back at once
-CALL_S = 2.0  # longest that one call of a tier may take
 
 
 @dataclass(slots=True)
@@ -81,6 +80,7 @@ class PinKeeper:
     ) -> None:
         self._ports, self._part, self._payload_bytes, self._clock = ports, part, payload_bytes, clock
         self._shares = shares
+        self._copier = TierCopier(ports, part, payload_bytes, clock)
         self._held: dict[tuple[str, str], _Held] = {}  # by pin and tier
 
     def renew(self, pins: Sequence[Pin]) -> list[Kept]:
@@ -122,7 +122,9 @@ class PinKeeper:
         if there is None:
             return
         missing = [name for name, is_there in zip(names, there, strict=True) if not is_there]
-        restored = self._restore(index, pin, missing) if missing else 0
+        restored = self._copier.fill(index, missing, pin.domain, set()) if missing else 0
+        if restored:
+            logger.info("%s: %d pinned blocks were brought back", port.name, restored)
         addresses = [Address(name.key, self._part) for name in names]
         if port.pinning is not None:
             lease = port.pinning.pin(addresses)  # the new one first, so that nothing is free in between
@@ -147,33 +149,6 @@ class PinKeeper:
         except TierUnavailable:
             return None
         return [one is not None for one in found]
-
-    def _restore(self, index: int, pin: Pin, missing: Sequence[BlockName]) -> int:
-        """Copy blocks into a tier from the others; how many. Stops where nobody has one: its children are useless."""
-        port, done = self._ports[index], 0
-        if not port.writes.would_allow():
-            return 0
-        for first in range(0, len(missing), COPY_BLOCKS):
-            names = missing[first : first + COPY_BLOCKS]
-            buffers = [memoryview(bytearray(self._payload_bytes)) for _ in names]
-            statuses = [BlockStatus.MISS] * len(names)
-            for other in self._ports:
-                wanted = [i for i, status in enumerate(statuses) if status is not BlockStatus.OK]
-                if other is port or not wanted or not other.reads.would_allow():
-                    continue
-                reads = [BlockRead(names[i], self._part, buffers[i], pin.domain) for i in wanted]
-                for i, status in zip(wanted, other.get(reads, self._clock() + CALL_S), strict=True):
-                    statuses[i] = status
-            count = next((i for i, status in enumerate(statuses) if status is not BlockStatus.OK), len(names))
-            writes = [BlockWrite(names[i], self._part, buffers[i], pin.domain) for i in range(count)]
-            if writes:
-                answers = port.put(writes, self._clock() + CALL_S)
-                done += sum(answer in (BlockStatus.OK, BlockStatus.EXISTS) for answer in answers)
-            if count < len(names):
-                break
-        if done:
-            logger.info("%s: %d pinned blocks were brought back", port.name, done)
-        return done
 
     def _let_go(self, which: tuple[str, str]) -> None:
         lease = self._held.pop(which).lease

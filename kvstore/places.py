@@ -49,6 +49,11 @@ def pins_path(environ: Mapping[str, str] = os.environ) -> Path:
     return _sub_folder("pins", environ) / "pins.msgpack"
 
 
+def hot_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """`<cache>/hot`, made when missing: what was used most, a file for each cache; for warm-up."""
+    return _sub_folder("hot", environ)
+
+
 def kernels_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """`<cache>/kernels`, made when missing: compiled kernels."""
     return _sub_folder("kernels", environ)

@@ -54,6 +54,7 @@ class TierPort:
         )
         self._lock = threading.Lock()
         self.events: EventLog | None = None  # told what was stored
+        self.num_warmed = 0  # blocks that warm-up brought; owner: its thread
         self._num_touches = 0  # guarded by self._lock, as the one below
         self._touch_era = 0  # moves on when a touch was slow: those that waited behind it are dropped
 

@@ -26,9 +26,11 @@ from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.book import Use
 from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
+from pagetier.kvstore.copying import TierCopier
 from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
 from pagetier.kvstore.executor import ExecutorFactory, ThreadPool
 from pagetier.kvstore.flights import Flights, copy_of
+from pagetier.kvstore.hot import HotFile, hot_order
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
 from pagetier.kvstore.loads import Load, LoadRequest, Passenger
@@ -40,6 +42,7 @@ from pagetier.kvstore.port import NUM_READ_THREADS, TierPort, tier_stats
 from pagetier.kvstore.puts import PutJob, PutQueue, QueuedPut
 from pagetier.kvstore.second_touch import SecondTouch
 from pagetier.kvstore.tier import BlockRead, BlockWrite, Tier, TierCounters
+from pagetier.kvstore.warmup import Warmup, WarmupPlan, warmed_port
 from pagetier.kvstore.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -104,6 +107,8 @@ class TieredStore:
         self._asking: dict[int, Lookup] = {}  # not answered yet
         self._loads: dict[int, tuple[Load, Lookup]] = {}
         self._flights: Flights[Passenger] = Flights()
+        self.warmup: Warmup | None = None
+        self._hot_file: HotFile | None = None
         self._is_closed = False
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -237,6 +242,7 @@ class TieredStore:
         named = {port.name: port.stats() for port in self._ports}
         for port, queue in zip(self._ports, self._queues, strict=True):
             named[port.name] |= {"queued_put_bytes": queue.queued_bytes, "dropped_puts": queue.num_dropped}
+            named[port.name]["warmed_blocks"] = port.num_warmed
         return named | {name: dict(absent) for name in self._left_out}
 
     def counters(self) -> dict[str, int]:
@@ -296,6 +302,23 @@ class TieredStore:
         for port in self._ports:
             port.write_executor.submit(functools.partial(port.tier.put_identity, domain, encoded))
 
+    def warm_up(
+        self, max_bytes: int, file: HotFile | None = None, is_needed: Callable[[], bool] | None = None
+    ) -> Warmup | None:
+        """The one warm-up of this store's host tier, to be started; None where there is no host tier to be filled.
+
+        file: says what is hottest, and is written anew when the store closes. is_needed: whether the tiers are, where
+        others use them too."""
+        index, domain = warmed_port(self._ports), self._domain
+        if index is None:
+            return None
+        is_needed = is_needed or (lambda: self.has_work)
+        plan = WarmupPlan(domain, max_bytes, () if file is None else file.read())
+        copier = TierCopier(self._ports, self._part, self._payload_bytes, self._clock)
+        self._hot_file = file
+        self.warmup = Warmup(copier, index, plan, lambda: None if self._domain != domain else not is_needed())
+        return self.warmup
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all queued puts were written or refused; whether that was so in time. Blocks: for shutdown."""
         deadline_s = time.monotonic() + timeout_s
@@ -324,6 +347,10 @@ class TieredStore:
         if self._is_closed:
             return
         self._is_closed = True
+        if self.warmup is not None:
+            self.warmup.close()
+        if self._hot_file is not None:
+            self._hot_file.write(hot_order(self.book.entries(self._domain)))
         self.admin.close()
         for queue in self._queues:
             queue.close()
@@ -512,6 +539,8 @@ def open_store(
         tidy.pop_all()
     store.put_identity(domain, encoded)
     store.admin.keep_pins(PinFile(config.pins_path or places.pins_path()))
+    if config.warmup and (warmup := store.warm_up(config.warmup, HotFile(places.hot_dir(), domain))) is not None:
+        warmup.start()
     return store
 
 

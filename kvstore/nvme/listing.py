@@ -54,10 +54,12 @@ class Listing:
         return names
 
     def records(self, deadline_s: float, name: str) -> Iterator[ListedRecord]:
-        """Every record, segment by segment. Raises TierUnavailable, in the tier's `name`, when the disk fails or time
-        is up.
+        """Every record, segment by segment, the last used ones first. Raises TierUnavailable, in the tier's `name`,
+        when the disk fails or time is up.
         """
-        for segment in self._catalog.segments():
+        ticks = self._index.segment_ticks()
+        known = [segment for segment in self._catalog.segments() if segment.ident in ticks]
+        for segment in sorted(known, key=lambda segment: ticks[segment.ident].hottest, reverse=True):
             try:
                 for _, place, header in self._headers(segment, self._index.records_in(segment.ident)):
                     if self._files.now_s() >= deadline_s:

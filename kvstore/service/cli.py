@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagetier.kvstore import places
-from pagetier.kvstore.config import EMBEDDED, StoreConfig, default_redis_url, format_size, parse_size, parse_tiers
+from pagetier.kvstore.config import (
+    EMBEDDED,
+    WARMUP_HELP,
+    StoreConfig,
+    default_redis_url,
+    format_size,
+    parse_size,
+    parse_tiers,
+)
 from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.flags import command
 
@@ -88,6 +96,7 @@ class StoreFlags:
     kv_load_budget_ms: Annotated[
         float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
     ] = 1000.0
+    kv_warmup: Annotated[str, _option("--kv-warmup", panel=TIERS, text=WARMUP_HELP)] = "0"
     kv_mac_key: Annotated[
         Path | None, _option("--kv-mac-key", panel=TIERS, text="Secret that NVMe and Redis records are made with.")
     ] = None
@@ -132,6 +141,7 @@ def service_config(flags: StoreFlags) -> ServiceConfig:
         redis_ttl_s=flags.kv_redis_ttl,
         redis_linger_s=flags.kv_redis_linger,
         load_budget_s=flags.kv_load_budget_ms / 1e3,
+        warmup=parse_size(flags.kv_warmup, "--kv-warmup"),
         mac_key_file=flags.kv_mac_key,
     )
     return ServiceConfig(

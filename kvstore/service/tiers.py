@@ -14,11 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from pagetier.kvstore import places
 from pagetier.kvstore.block import BlockName, BlockStatus, Part
 from pagetier.kvstore.config import StoreConfig
 from pagetier.kvstore.errors import CapacityError, ConfigError
 from pagetier.kvstore.executor import Executor, Task, ThreadPool
 from pagetier.kvstore.host import HostTier
+from pagetier.kvstore.hot import HotFile
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
 from pagetier.kvstore.pins import PinFile
@@ -245,9 +247,17 @@ class TierSet:
         )
         store.put_identity(which[0], encoded)
         store.admin.keep_pins(self._pins)
+        if self.config.warmup:
+            warmup = store.warm_up(self.config.warmup, HotFile(places.hot_dir(), which[0]), self._is_busy)
+            if warmup is not None:
+                warmup.start()
         space = self.spaces[which] = Space(store, identity, part, payload_bytes)
         space.start(asyncio.get_running_loop())
         return space
+
+    def _is_busy(self) -> bool:
+        """Whether any store uses the tiers. Any thread."""
+        return any(space.store.has_work for space in list(self.spaces.values()))
 
     async def find(self, domain: bytes) -> Space:
         """The space of a domain, or of the beginning of one; the only one for an empty one. A cache that is stored and

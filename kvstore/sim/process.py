@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ PATH = Path("/nvme")
 CAPACITY_BYTES = 256 << 10
 HOST_BLOCKS = 6
 BUDGET_S = 1.0
+WARMUP_BYTES = 4 * PAYLOAD_BYTES
 MAX_QUIET = 8  # loads whose buffers are watched after they ended
 LIMITS = StoreLimits(
     piece_bytes=2 * PAYLOAD_BYTES,
@@ -127,6 +128,7 @@ class Process:
         below: list[Tier | None] = [self.redis, self.nvme] if settings.is_redis_first else [self.nvme, self.redis]
         tiers = [self.host, *below]
         self.store = assembly.store(self, [tier for tier in tiers if tier is not None])
+        self.store.warm_up(WARMUP_BYTES)
         machine.scheduler.add(self, self.turn)
         self._is_refreshing = False
         self.asked: dict[int, Asked] = {}
@@ -200,19 +202,32 @@ class Process:
 
     def turn(self) -> None:
         """What its other threads do besides tasks."""
-        if self.machine.rng.random() < 0.8:
+        which = self.machine.rng.random()
+        if which < 0.2 and self.host is not None:
+            self.warm_up()
+        elif which < 0.8:
             self.poll()
         else:
             self.refresh()
 
+    def warm_up(self) -> None:
+        """A step of what the store's own thread does after a start."""
+        if self.store.warmup is not None:
+            self._alone(self.store.warmup.step)
+
     def refresh(self) -> None:
         """What the tier's own thread does now and then."""
-        if self._is_refreshing or self.nvme._write_lock.locked():
+        if not self.nvme._write_lock.locked():
+            self._alone(self.nvme.refresh)
+
+    def _alone(self, turn: Callable[[], object]) -> None:
+        """A turn of a thread of its own; only one is under way at a time."""
+        if self._is_refreshing:
             return
         self._is_refreshing = True
         self.num_running += 1
         try:
-            self.nvme.refresh()
+            turn()
         finally:
             self.num_running -= 1
             self._is_refreshing = False

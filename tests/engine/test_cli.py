@@ -110,6 +110,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_redis_linger=2.5,
         kv_load_budget_ms=50,
         kv_write_policy="redis=second-touch",
+        kv_warmup="9KiB",
         kv_mac_key=tmp_path / "key",
     )
     config = serve_config(json.loads(json.dumps(engine_fields(flags))))

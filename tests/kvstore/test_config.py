@@ -67,6 +67,8 @@ def test_exact_sizes_are_formatted_exactly() -> None:
         ({"nvme_size": 0}, "--kv-nvme-size"),
         ({"nvme_io": "mmap"}, "--kv-nvme-io"),
         ({"nvme_scrub": -1}, "--kv-nvme-scrub"),
+        ({"warmup": -1}, "--kv-warmup"),
+        ({"warmup": 1, "tiers": ("nvme",)}, "--kv-host-size"),
         ({"nvme_fsync": "yes"}, "--kv-nvme-fsync"),
         ({"redis_url": "localhost:6379"}, "--kv-redis-url"),
         ({"redis_url": "redis+fleet://me:secret@host"}, "//…@host"),
