@@ -25,6 +25,7 @@ from pagetier.engine.config import (
     CPU_KERNELS,
     DEVICES,
     DTYPES,
+    MAX_NUM_QUEUED_TOKENS,
     MAX_THREADS,
     EngineConfig,
     parse_verify,
@@ -75,6 +76,7 @@ class ServeConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "hybrid"
     kv_cache_memory: int = 2 * GIB
@@ -257,6 +259,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
         enable_chunked_prefill=config.enable_chunked_prefill,
         pipeline_depth=config.pipeline_depth,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         scheduling_policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
         seed=config.seed,

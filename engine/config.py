@@ -13,6 +13,7 @@ MAX_THREADS = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
 PREEMPTION_MODES = ("recompute", "swap", "hybrid")
 SHADOW_ONE_IN = 1000
+MAX_NUM_QUEUED_TOKENS = 1 << 20
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
@@ -32,6 +33,8 @@ class EngineConfig:
     preemption_mode: how a preempted request gets its KV back: computed again, from the lower tiers, or whichever is
         cheaper by this process's own measurements.
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
+    max_num_queued_tokens: prompt tokens that wait for their first output beyond which new requests are refused with
+        503; a million is ten prompts of 100,000, and on a small CPU ten minutes of work.
     paranoid: run every `check()` after every step (the store's now and then), poison fresh and freed bytes.
     shadow_one_in: of that many loaded blocks one is computed anew and compared; 0: none.
     """
@@ -46,6 +49,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     pipeline_depth: int = 2
     max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "hybrid"
     seed: int = 0
@@ -60,6 +64,7 @@ class EngineConfig:
             ("--max-num-batched-tokens", self.max_num_batched_tokens >= 1, "at least 1"),
             ("--max-model-len", self.max_model_len >= 2, "at least 2"),
             ("--max-num-queued-reqs", self.max_num_queued_reqs >= 1, "at least 1"),
+            ("--max-num-queued-tokens", self.max_num_queued_tokens >= 1, "at least 1"),
             (
                 "--scheduling-policy",
                 self.scheduling_policy in SCHEDULING_POLICIES,

@@ -2,7 +2,8 @@
 
 The first choice that is admitted computes the prompt. The others wait for it and then fork: they take references to its
 full blocks, a copy of the part of the last one that the prompt fills, and compute the last prompt token alone, each for
-a sample of its own. A choice that ended or was preempted is nobody's source; the next one then takes its place.
+a sample of its own. A choice that ended or was preempted is nobody's source; the next one then takes its place. One
+that ends with its first tokens, before anybody could fork, leaves its blocks to the next.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Forks:
         num_shared = self._num_shared(request)
         for other in self._others(request):
             if other.state is RequestState.RUNNING and other.num_committed_tokens >= num_shared:
-                return Fork(other, *divmod(num_shared, self._block_size))
+                return Fork(other, *self.shared_by(request))
         return None
 
     def follow(self, request: Request) -> bool:
@@ -62,6 +63,19 @@ class Forks:
                 request.following = Following(other, other.epoch, num_shared)
                 return True
         return False
+
+    def heir_of(self, request: Request) -> Request | None:
+        """Who waits for a running choice that is about to end, and takes over its blocks then; None while others run,
+        from which one can fork."""
+        others = self._others(request)
+        if any(other.state is RequestState.RUNNING for other in others):
+            return None
+        waiting = (other for other in others if other.state is RequestState.WAITING and not other.num_placeholders)
+        return next((other for other in waiting if request.num_committed_tokens >= self._num_shared(other)), None)
+
+    def shared_by(self, request: Request) -> tuple[int, int]:
+        """Full blocks, and slots of the next, that a choice may share."""
+        return divmod(self._num_shared(request), self._block_size)
 
     def _others(self, request: Request) -> list[Request]:
         members = self._groups.get(request.spec.group, [])

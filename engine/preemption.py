@@ -110,10 +110,12 @@ class Preemption:
         """Whether a request that is preempted now is given to the lower tiers."""
         if not self._may_swap or request.tip is None:
             return False
+        num_unsaved = len(self._transfers.unsaved(request.tip))
+        if num_unsaved and not self._transfers.save_room:
+            return False  # the tiers still have to write what they were given before
         if self._config.preemption_mode == "swap":
             return True
         num_blocks = request.num_indexed_blocks
-        num_unsaved = len(self._transfers.unsaved(request.tip))
         return self._transfers.cost.prefers_swap(num_blocks * self._config.block_size, num_blocks, num_unsaved)
 
     def _is_loaded(self, request: Request) -> bool:

@@ -344,17 +344,35 @@ class Scheduler:
         shared = fork.source.block_ids[:num_shared]
         if not self.tables.take(request, shared, fork.num_full, len(self.queues.running)):
             return False
-        self.queues.leave(request)
-        request.num_indexed_blocks = min(fork.num_full, fork.source.num_indexed_blocks)
-        if request.num_indexed_blocks:
-            request.tip = self.index.node_of(request.block_ids[request.num_indexed_blocks - 1])
-        self._set_computed(request, fork.num_full * self.config.block_size)
+        self._fork(request, fork.source, fork.num_full)
         if fork.num_partial:
             self._copy_partial(plan, request, shared[-1], fork.num_partial)
-        request.counted = True  # its prompt was looked up once, for the choice that computed it
         self.timelines.note(request, "forked", source=fork.source.request_id, tokens=request.num_computed_tokens)
         self._run(plan, request)
         return True
+
+    def _fork(self, request: Request, source: Request, num_full: int) -> None:
+        """A waiting choice has the first blocks of another one; they are computed, and indexed as far as there."""
+        self.queues.leave(request)
+        request.num_indexed_blocks = min(num_full, source.num_indexed_blocks)
+        if request.num_indexed_blocks:
+            request.tip = self.index.node_of(request.block_ids[request.num_indexed_blocks - 1])
+        self._set_computed(request, num_full * self.config.block_size)
+        request.counted = True  # its prompt was looked up once, for the choice that computed it
+
+    def _bequeath(self, request: Request) -> None:
+        """A choice ends before those that wait for its prompt could fork: one of them goes on in its blocks."""
+        heir = self.forks.heir_of(request)
+        if heir is None or request.state is not RequestState.RUNNING:
+            return
+        heir.counted = True  # its prompt was looked up once, for the choice that computed it
+        num_full, num_partial = self.forks.shared_by(heir)
+        if not self.tables.hand_over(request, heir, num_full, num_partial):
+            return  # it finds them in the prefix index
+        self._fork(heir, request, num_full)
+        self._set_computed(heir, heir.num_computed_tokens + num_partial)
+        self.timelines.note(heir, "forked", source=request.request_id, tokens=heir.num_computed_tokens)
+        self._start_running(heir, {})
 
     def _run(self, plan: StepPlan, request: Request) -> None:
         """An admitted request runs, from this step on as far as the budget goes."""
@@ -468,6 +486,7 @@ class Scheduler:
                 self._save_new(request, nodes)
                 self.leaders.advance(request)
             if request.finish_reason is not None:
+                self._bequeath(request)
                 self._finish(request, request.finish_reason)
         self.pool.release(plan.release_after)
         return outputs

@@ -15,6 +15,7 @@ from pagetier.engine.config import (
     CPU_KERNELS,
     DEVICES,
     DTYPES,
+    MAX_NUM_QUEUED_TOKENS,
     MAX_THREADS,
     PREEMPTION_MODES,
     SCHEDULING_POLICIES,
@@ -130,6 +131,15 @@ class ServeFlags:
         int,
         _option("--max-num-queued-reqs", panel=SERVER, text="Waiting sequences beyond which 503 is answered.", min=1),
     ] = 1024
+    max_num_queued_tokens: Annotated[
+        int,
+        _option(
+            "--max-num-queued-tokens",
+            panel=SERVER,
+            text="Prompt tokens waiting for a first output beyond which 503 is answered.",
+            min=1,
+        ),
+    ] = MAX_NUM_QUEUED_TOKENS
     structured_outputs_backend: Annotated[
         str | None, _option("--structured-outputs-backend", panel=SERVER, text="Not built yet.", hidden=True)
     ] = None
@@ -315,6 +325,7 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "max_num_seqs": flags.max_num_seqs,
         "max_num_batched_tokens": flags.max_num_batched_tokens,
         "max_num_queued_reqs": flags.max_num_queued_reqs,
+        "max_num_queued_tokens": flags.max_num_queued_tokens,
         "scheduling_policy": flags.scheduling_policy,
         "preemption_mode": flags.preemption_mode,
         "kv_cache_memory": parse_size(flags.kv_cache_memory, "--kv-cache-memory"),

@@ -75,6 +75,26 @@ class BlockTables:
         request.block_ids = shared[:num_kept] + blocks
         return True
 
+    def hand_over(self, request: Request, heir: Request, num_full: int, num_partial: int) -> bool:
+        """Give `heir`, which has none, the request's first `num_full` blocks and those behind them that it has room for
+        and nobody else holds or finds; False and no change when it cannot have the `num_partial` slots after those."""
+        blocks = request.block_ids
+        wanted = min(-(-heir.num_tokens // self._config.block_size), len(blocks))
+        count = num_full
+        while count < wanted and self._is_private(blocks[count]):
+            count += 1
+        if num_partial and count == num_full:
+            return False
+        heir.block_ids, request.block_ids = blocks[:count], blocks[count:]
+        request.num_tabled_blocks = 0
+        if request.num_in_flight:  # its last step may still write to them
+            self._pool.acquire(heir.block_ids)
+            self._launched[-1].release_after.extend(heir.block_ids)
+        return True
+
+    def _is_private(self, block: int) -> bool:
+        return self._pool.references(block) == 1 and self._index.node_of(block) is None
+
     def give_up_all(self, request: Request) -> None:
         """Release all blocks, after the newest launched step if one that contains the request is under way."""
         self._give_up(request, request.block_ids)

@@ -6,6 +6,7 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
 
 PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
+SAVED_SHARE = 0.5  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
 STORED = (BlockStatus.OK, BlockStatus.EXISTS)
 
 
@@ -66,6 +68,7 @@ class Transfers:
         self._loads: dict[int, Request | None] = {}  # None: the request is gone
         self._destinations: dict[int, list[int]] = {}
         self._saves: dict[int, list[Node]] = {}
+        self._num_saving = 0  # blocks in all of them
         self._swaps: dict[Request, _Swap] = {}
 
     @property
@@ -103,7 +106,9 @@ class Transfers:
         self._started_s[request.job] = self._clock()
 
     def save(self, nodes: Sequence[Node]) -> None:
-        """Hand full, committed blocks to the lower tiers."""
+        """Hand full, committed blocks of one chain, head first, to the lower tiers. With too many on their way the rest
+        of the chain stays unsaved; who touches it later tries again."""
+        nodes = self._saveable(nodes)
         if self._connector is None or not nodes:
             return
         names = [node.name for node in nodes if node.name is not None]
@@ -114,15 +119,33 @@ class Transfers:
             node.saved = tiers_state
         job = self._connector.submit_save(names, blocks)
         self._saves[job] = list(nodes)
+        self._num_saving += len(nodes)
         self._started_s[job] = self._clock()
 
+    def _saveable(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """The first of them for which there is room, if a lower tier was given what comes before: a block whose parent
+        is missing would never be found."""
+        if not nodes:
+            return nodes
+        parent = nodes[0].parent
+        if parent is not None and parent.parent is not None and not parent.saved:
+            return ()
+        return nodes[: self.save_room]
+
+    @property
+    def save_room(self) -> int:
+        """Blocks that may be saved besides those under way."""
+        return max(0, math.ceil(SAVED_SHARE * self._pool.num_blocks) - self._num_saving)
+
     def swap_out(self, request: Request, tip: Node, num_blocks: int) -> int:
-        """Give the lower tiers what they do not have of a preempted request's chain, which ends in `tip`, and have them
-        keep all of it until the request is loaded again; how many blocks they were given."""
-        unsaved = self.unsaved(tip)
-        self.save(unsaved)
+        """Give the lower tiers what they do not have of a preempted request's chain, which ends in `tip`, as far as
+        there is room for it, and have them keep all of it until the request is loaded again; how many blocks they were
+        given.
+        """
+        num_before = self._num_saving
+        self.save(self.unsaved(tip))
         self._swaps[request] = _Swap(set(self._saves), num_blocks)  # write-through of the prompt may be among them
-        return len(unsaved)
+        return self._num_saving - num_before
 
     def _pin_swapped(self) -> None:
         """Look up what has been swapped out by now."""
@@ -217,6 +240,7 @@ class Transfers:
 
     def _end_save(self, done: PutDone) -> None:
         nodes = self._saves.pop(done.job)
+        self._num_saving -= len(nodes)
         for swap in self._swaps.values():
             swap.saves.discard(done.job)
         self.cost.observe_save(len(nodes), self._clock() - self._started_s.pop(done.job))
@@ -233,6 +257,7 @@ class Transfers:
         for job, blocks in self._destinations.items():
             for block in blocks:
                 assert self._pool.references(block) > 0, f"job {job} writes to free block {block}"
+        assert self._num_saving == sum(map(len, self._saves.values())), "blocks in saves"
         for job, nodes in self._saves.items():
             for node in nodes:
                 assert node.attached and self._pool.references(node.block) > 0, f"job {job} reads block {node.block}"

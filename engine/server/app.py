@@ -26,7 +26,7 @@ from pagetier.engine.metrics import ServerMetrics
 from pagetier.engine.server.admin import add_admin_routes
 from pagetier.engine.server.cache_routes import CacheDesk, add_cache_routes
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
-from pagetier.engine.server.errors import ApiError, engine_dead, overloaded, shutting_down
+from pagetier.engine.server.errors import ApiError, engine_dead, queue_full, shutting_down
 from pagetier.engine.server.event_hub import EventHub
 from pagetier.engine.server.generation import Generation, TextOptions
 from pagetier.engine.server.guards import check_key, read_body
@@ -95,9 +95,28 @@ class Service:
         limit = ready.max_num_seqs + ready.max_num_queued_reqs
         if num_sequences > limit:
             raise ApiError(400, f"{num_sequences} sequences asked for at once; allowed: {limit}", param="n")
-        if self.client.num_open + num_sequences > limit:
-            raise overloaded(self.client.num_open, limit)
+        backlog = self.client.backlog
+        excess = backlog.num_open + num_sequences - limit
+        if excess > 0:
+            raise queue_full(
+                f"{backlog.num_open} sequences are running or waiting",
+                limit,
+                "--max-num-seqs plus --max-num-queued-reqs",
+                backlog.retry_for_sequences_s(excess),
+            )
         return body.model or self.model_names[0]
+
+    def admit_prompts(self, prepared: PreparedRequest) -> None:
+        """Raises ApiError when too many prompt tokens wait already. One request alone is never too long to wait."""
+        backlog, limit = self.client.backlog, self.client.ready.max_num_queued_tokens
+        excess = backlog.num_tokens + prepared.num_prompt_tokens - limit
+        if backlog.num_tokens and excess > 0:
+            raise queue_full(
+                f"{backlog.num_tokens} prompt tokens wait to be computed, {prepared.num_prompt_tokens} would be added",
+                limit,
+                "--max-num-queued-tokens",
+                backlog.retry_for_tokens_s(excess),
+            )
 
     def account(self, generation: Generation) -> None:
         """Add an ended request to the metrics."""
@@ -297,6 +316,7 @@ async def _respond(
     service: Service, request: Request, body: SharedFields, prepared: PreparedRequest, answer: Answer
 ) -> Response:
     service.admit(body, len(prepared.sequences))  # again: much may have happened while a long prompt was prepared
+    service.admit_prompts(prepared)
     generation = Generation(service.client, service.tokenizer, prepared, _options(body))
     service.metrics.answered(_route(request), 200)
     if body.stream:

@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.server import wire
+from pagetier.engine.server.backlog import Backlog
 from pagetier.engine.server.engine_host import EngineHost
 from pagetier.engine.server.engine_process import outputs_endpoint, requests_endpoint
 from pagetier.kvstore.errors import ClosedError, ConfigError, PagetierError, ProtocolError
@@ -85,6 +86,7 @@ class EngineClient:
         self._ready: wire.Ready | None = None
         self._started: asyncio.Future[wire.Ready] | None = None
         self._streams: dict[str, OutputStream] = {}
+        self.backlog = Backlog()
         self._waiters: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for its answer
         self._next_ticket = 0
         self._on_events: Callable[[wire.Events], None] | None = None
@@ -138,6 +140,7 @@ class EngineClient:
             raise EngineDeadError(self._error)
         messages = [wire.encode(wire.Submit(request)) for request in requests]
         stream = OutputStream(self, [request.request_id for request in requests])
+        self.backlog.add(requests)
         for request, message in zip(requests, messages, strict=True):
             self._streams[request.request_id] = stream
             self._send(message)
@@ -312,12 +315,15 @@ class EngineClient:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return  # aborted meanwhile
+        if output.token_ids:
+            self.backlog.took(output.request_id)
         if output.finish_reason is not None:
             self._forget(output.request_id)
         stream.put(output)
 
     def _forget(self, request_id: str) -> OutputStream | None:
         stream = self._streams.pop(request_id, None)
+        self.backlog.end(request_id)
         if not self._streams:
             self._idle.set()
         return stream

@@ -52,13 +52,13 @@ def invalid(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
-def overloaded(num_open: int, limit: int) -> ApiError:
+def queue_full(what: str, limit: int, flags: str, retry_s: int) -> ApiError:
+    """what: is there already, in words. flags: that set the limit."""
     return ApiError(
         503,
-        f"the queue is full: {num_open} sequences are running or waiting, allowed: {limit} "
-        "(--max-num-seqs plus --max-num-queued-reqs); try again later",
+        f"the queue is full: {what}, allowed: {limit} ({flags}); try again in {retry_s} s",
         code="queue_full",
-        headers={"Retry-After": "1"},
+        headers={"Retry-After": str(retry_s)},
     )
 
 

@@ -48,6 +48,7 @@ def ready_of(engine: Engine) -> Ready:
         vocab_size=engine.model_config.vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         eos_token_ids=tuple(dict.fromkeys((*engine.model_config.eos_token_ids, *tokenizer.eos_token_ids))),
         tiers=engine.tiers,
         tiers_down=engine.tiers_down,

@@ -123,6 +123,7 @@ class Ready:
     vocab_size: int
     max_num_seqs: int
     max_num_queued_reqs: int
+    max_num_queued_tokens: int
     eos_token_ids: tuple[int, ...]
     tiers: tuple[str, ...]
     tiers_down: tuple[str, ...] = ()
@@ -464,6 +465,7 @@ def _ready_body(m: Ready) -> list[Any]:
         m.vocab_size,
         m.max_num_seqs,
         m.max_num_queued_reqs,
+        m.max_num_queued_tokens,
         list(m.eos_token_ids),
         list(m.tiers),
         list(m.tiers_down),
@@ -479,6 +481,7 @@ def _parse_ready(fields: _Fields) -> Ready:
         vocab_size=fields.number(),
         max_num_seqs=fields.number(),
         max_num_queued_reqs=fields.number(),
+        max_num_queued_tokens=fields.number(),
         eos_token_ids=_all(int, fields.array(), "eos_token_ids"),
         tiers=_all(str, fields.array(), "tiers"),
         tiers_down=_all(str, fields.array(), "tiers_down"),

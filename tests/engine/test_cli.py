@@ -85,6 +85,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=7,
         max_num_queued_reqs=9,
+        max_num_queued_tokens=99,
         scheduling_policy="lpm",
         preemption_mode="swap",
         enable_chunked_prefill=False,

@@ -92,6 +92,25 @@ def test_choices_compute_their_prompt_once(length: int, depth: int, caching: boo
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "none"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ends", ["by length", "by stop"])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 200, 203])
+def test_choices_that_end_at_once_compute_their_prompt_once(length: int, ends: str, depth: int, caching: bool) -> None:
+    """The first one ends with its first token, before anybody could fork: it leaves its blocks to the next."""
+    config = replace(CONFIG, pipeline_depth=depth, enable_prefix_caching=caching)
+    choices = [make(f"c{i}", make_prompt(length), 1, "g") for i in range(8)]
+    if ends == "by stop":
+        first = expected_tokens(choices[0].prompt_ids, 1, VOCAB_SIZE)[-1]
+        choices = [replace(r, params=replace(r.params, max_tokens=20, stop_token_ids=(first,))) for r in choices]
+    rig = Rig(config, choices)
+    rig.expected = {name: expected[: length + 1] for name, expected in rig.expected.items()}
+    rig.run(choices)
+    overshoot = 8 * (depth - 1) * (ends == "by stop")
+    assert rig.runner.num_computed <= length + 7 + overshoot
+    assert rig.core.scheduler.hits.lookup_tokens == length - 1, "a prompt is looked up once"
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "none"])
 @pytest.mark.parametrize("aborts", [1, 2, 4, 8])
 def test_a_choice_that_ends_is_replaced(aborts: int, caching: bool) -> None:
     """The one that computes the prompt ends in the middle of it: the next one takes over, and nobody waits for ever."""

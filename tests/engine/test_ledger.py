@@ -113,12 +113,18 @@ def random_tiers(parts: Parts, rng: random.Random, clock: Clock, block_nbytes: i
     return tiers
 
 
-def make_store(rng: random.Random, tiers: list[MemoryTier], clock: Clock, block_nbytes: int) -> TieredStore:
+def make_store(
+    rng: random.Random,
+    tiers: list[MemoryTier],
+    clock: Clock,
+    block_nbytes: int,
+    budgets_s: tuple[float, ...] = (0.003, 0.02, 1.0),
+) -> TieredStore:
     return TieredStore(
         tiers,
         part=Part(0, 0, 1, 0, 1),
         payload_bytes=block_nbytes,
-        load_budget_s=rng.choice((0.003, 0.02, 1.0)),
+        load_budget_s=rng.choice(budgets_s),
         limits=StoreLimits(
             piece_bytes=(piece := block_nbytes * rng.choice((1, 3))),
             large_piece_bytes=piece,

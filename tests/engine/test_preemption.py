@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from pagetier.connectors.local import LocalConnector
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.messages import EngineRequest
+from pagetier.engine.request import Request
 from pagetier.engine.transfers import PATIENCE_S
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.executor import SeededExecutor
@@ -69,6 +71,10 @@ class Rig:
         return came
 
     @property
+    def running(self) -> list[Request]:
+        return self.core.scheduler.queues.running
+
+    @property
     def num_preemptions(self) -> int:
         return self.core.scheduler.preemption.num_preemptions
 
@@ -110,6 +116,8 @@ def test_a_swap_begins_before_anybody_waits(depth: int) -> None:
 def test_who_finds_no_block_waits_for_those_coming_free() -> None:
     """One victim is enough, however long its bytes take; those with room go on."""
     rig = Rig(config(23), prompts(4, 37, 60))
+    while not all(rig.left[f"r{i}"] < 59 for i in range(4)):
+        rig.step()  # their prompts have been saved
     rig.connector.is_holding = True
     for _ in range(200):
         rig.step()
@@ -134,6 +142,44 @@ def test_nobody_counts_on_stuck_bytes() -> None:
     while rig.core.has_work():
         rig.step()
     assert set(rig.left.values()) == {0} and set(rig.reasons.values()) == {"length"}
+    rig.core.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "hybrid"])
+def test_saves_leave_half_of_the_pool_to_others(mode: str) -> None:
+    """Onto a tier that takes for ever: prompts that come one after the other are all answered meanwhile."""
+    requests = prompts(12, 61, 2)
+    rig = Rig(config(20, mode=mode), requests)
+    rig.connector.is_holding = True
+    rig.step_s = PATIENCE_S / 7
+    for _ in range(400):
+        rig.step()
+        assert rig.core.scheduler.pool.num_available >= 20 - 10 - sum(len(r.block_ids) for r in rig.running)
+    assert set(rig.left.values()) == {0}, "some waited for blocks that the tier kept"
+    rig.connector.is_holding = False
+    while rig.core.has_work():
+        rig.step()
+    rig.core.close()
+
+
+def test_what_did_not_fit_of_a_save_is_saved_when_it_is_touched() -> None:
+    """A chain in a tier has no holes: behind a block for which there was no room nothing is saved until that is."""
+    requests = prompts(2, 157, 2)
+    rig = Rig(config(60), requests)
+    rig.connector.is_holding = True
+    for _ in range(60):
+        rig.step()
+    assert set(rig.left.values()) == {0}
+    stored = {record.name.key: record.name for record in rig.tier.records(rig.clock() + 1)}
+    assert len(stored) == 30, "half of the pool, of the 38 blocks of both prompts"
+    assert all(name.parent in stored or name.parent == name.root for name in stored.values())
+    rig.connector.is_holding = False
+    for each in requests:
+        rig.left["again"] = 2
+        rig.core.add_request(replace(each, request_id="again", prompt_ids=(*each.prompt_ids, 1)))
+        while rig.core.has_work():
+            rig.step()
+    assert len(list(rig.tier.records(rig.clock() + 1))) == 38
     rig.core.close()
 
 

@@ -128,10 +128,10 @@ class SlowToPut(LocalConnector):
 def test_who_waits_for_a_block_holds_up_only_those_who_need_one(depth: int) -> None:
     """A tier that takes its time keeps a finished request's blocks; decodes with room in theirs go on."""
     rng = random.Random(1)
-    config = EngineConfig(num_blocks=21, max_model_len=300, block_size=16, pipeline_depth=depth, paranoid=True)
+    config = EngineConfig(num_blocks=10, max_model_len=300, block_size=16, pipeline_depth=depth, paranoid=True)
     gone, first, second = (
         request(name, [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)], max_tokens)
-        for name, num_prompt, max_tokens in (("gone", 256, 1), ("first", 28, 30), ("second", 32, 30))
+        for name, num_prompt, max_tokens in (("gone", 160, 1), ("first", 28, 30), ("second", 32, 30))
     )
     rig = Rig([gone, first, second], config, Faults(), SlowToPut)
     rig.core.add_request(gone)

@@ -56,6 +56,7 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
         vocab_size=VOCAB_SIZE,
         max_num_seqs=engine_config.max_num_seqs,
         max_num_queued_reqs=engine_config.max_num_queued_reqs,
+        max_num_queued_tokens=engine_config.max_num_queued_tokens,
         eos_token_ids=(),
         tiers=("device", *tiers),
     )

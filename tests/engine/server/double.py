@@ -225,7 +225,8 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
             raise RuntimeError("unexpected")
         case "death":
             os._exit(7)
-    limits = {"max_len_tokens": 64, "max_num_seqs": 4, "max_num_queued_reqs": 4} | fields.pop("limits", {})
+    limits: dict[str, Any] = {"max_len_tokens": 64, "max_num_seqs": 4}
+    limits |= {"max_num_queued_reqs": 4, "max_num_queued_tokens": 1000, **fields.pop("limits", {})}
     core = DoubleCore(**fields)
     ready = Ready(
         identity=IDENTITY.encode(),

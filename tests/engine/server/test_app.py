@@ -15,6 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
+from pagetier.engine.messages import EngineRequest
+from pagetier.engine.sampling_params import SamplingParams
 from pagetier.engine.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.engine.server.double import DOMAIN
 from tests.engine.server.stack import Stack, running_stack
@@ -270,9 +272,27 @@ def test_a_full_queue_answers_503_with_retry_after(slow: Stack) -> None:
         next(lines)
         answer = httpx.post(f"{slow.url}/v1/completions", json={"prompt": "abc"})
     wait_until(lambda: slow.service.client.num_open == 0)
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.status_code == 503 and 1 <= int(answer.headers["retry-after"]) <= 60
     assert "8 sequences are running or waiting, allowed: 8" in error_of(answer)["message"]
     assert slow.http.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+
+
+def test_too_many_prompt_tokens_answer_503_with_retry_after() -> None:
+    """Those of prompts without output count; alone, a request is never too long to wait."""
+    with running_stack(limits={"max_num_queued_tokens": 8}) as stack:
+        backlog = stack.service.client.backlog
+        other = EngineRequest("other", tuple(range(6)), SamplingParams(), seed=0)
+        stack.loop.call_soon_threadsafe(backlog.add, [other])
+        wait_until(lambda: backlog.num_tokens == 6)
+        answer = httpx.post(f"{stack.url}/v1/completions", json={"prompt": "abc", "n": 2})
+        assert answer.status_code == 503 and 1 <= int(answer.headers["retry-after"]) <= 60
+        message = error_of(answer)["message"]
+        assert "6 prompt tokens wait to be computed, 3 would be added, allowed: 8 (--max-num-queued-tokens)" in message
+        assert stack.http.post("/v1/completions", json={"prompt": "ab", "n": 2}).status_code == 200
+        stack.loop.call_soon_threadsafe(backlog.end, "other")
+        wait_until(lambda: backlog.num_tokens == 0)
+        assert stack.http.post("/v1/completions", json={"prompt": "a" * 12}).status_code == 200
+        assert backlog.num_tokens == backlog.num_open == 0
 
 
 def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,9 @@ OUTPUT = TokenOutput(
     cached_tokens={"device": 16, "nvme": 32},
     error="",
 )
-READY = wire.Ready(b"encoded identity", 16, "sha256", 8192, 49152, 64, 1024, (0, 2), ("device", "nvme"), ("nvme",))
+READY = wire.Ready(
+    b"encoded identity", 16, "sha256", 8192, 49152, 64, 1024, 1 << 20, (0, 2), ("device", "nvme"), ("nvme",)
+)
 MESSAGES: tuple[wire.Message, ...] = (
     wire.Submit(REQUEST),
     wire.Abort(("a", "b")),
