@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 
 from pagetier.engine.prefix_index import PrefixIndex
 
@@ -88,13 +89,16 @@ class BlockPool:
     def check(self, held: Iterable[Iterable[int]] = ()) -> None:
         """Raise AssertionError with ids when a block is in no state or in two, or has fewer references than it is named
         in `held`: each holder's blocks."""
-        for block, count in Counter(block for blocks in held for block in blocks).items():
+        for block, count in Counter(chain.from_iterable(held)).items():
             assert self._references[block] >= count, f"block {block}: {count} holders"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice in the free list"
-        unreferenced = {block for block, count in enumerate(self._references) if not count}
-        assert self.num_referenced == self.num_blocks - len(unreferenced), "num_referenced"
+        num_unreferenced = self._references.count(0)
+        assert self.num_referenced == self.num_blocks - num_unreferenced, "num_referenced"
         cached = self._index.unreferenced_blocks()
-        assert not free & cached, f"blocks {free & cached} are free and cached"
-        assert unreferenced == free | cached, f"blocks {unreferenced ^ (free | cached)} are lost or held by nobody"
+        assert free.isdisjoint(cached), f"blocks {free & cached} are free and cached"
+        idle = free | cached
+        if len(idle) != num_unreferenced or any(map(self._references.__getitem__, idle)):
+            unreferenced = {block for block, count in enumerate(self._references) if not count}
+            raise AssertionError(f"blocks {unreferenced ^ idle} are lost or held by nobody")
         self._index.check()

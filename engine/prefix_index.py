@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -323,22 +324,29 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise AssertionError with ids when an invariant of the class is broken. Costs a walk over the tree."""
-        seen: dict[int, Node] = {}
+        blocks: list[int] = []
         evictable = 0
-        stack = [(root, child) for root in self._roots.values() for child in root.children.values()]
+        stack = list(self._roots.values())
         while stack:
-            parent, node = stack.pop()
-            assert node.attached and node.parent is parent, f"block {node.block}: bad parent"
-            assert node.block not in seen, f"block {node.block} twice in the tree"
-            seen[node.block] = node
-            active = int(node.referenced)
-            evictable += node.active == 0
-            for child in node.children.values():
-                assert node.last_used >= child.last_used, f"block {node.block} colder than its child {child.block}"
-                active += child.active > 0
-                stack.append((node, child))
-            assert node.active == active, f"block {node.block}: active {node.active}, counted {active}"
-        assert seen.keys() == self._nodes.keys(), f"lost blocks {seen.keys() ^ self._nodes.keys()}"
+            parent = stack.pop()
+            is_root, active = parent.parent is None, int(parent.referenced)
+            for node in parent.children.values():
+                assert node.attached and node.parent is parent, f"block {node.block}: bad parent"
+                assert is_root or parent.last_used >= node.last_used, (
+                    f"block {parent.block} colder than its child {node.block}"
+                )
+                blocks.append(node.block)
+                if node.active:
+                    active += 1
+                else:
+                    evictable += 1
+                if node.children:
+                    stack.append(node)
+                else:
+                    assert node.active == node.referenced, f"block {node.block}: active {node.active}, counted none"
+            assert is_root or parent.active == active, f"block {parent.block}: active {parent.active}, counted {active}"
+        assert len(set(blocks)) == len(blocks), f"blocks {[b for b, n in Counter(blocks).items() if n > 1]} twice"
+        assert self._nodes.keys() == set(blocks), f"lost blocks {self._nodes.keys() ^ set(blocks)}"
         assert evictable == self._num_evictable, f"evictable {self._num_evictable}, counted {evictable}"
 
 

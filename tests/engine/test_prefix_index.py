@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -184,6 +185,48 @@ def test_a_purge_takes_what_nobody_uses_and_nothing_else() -> None:
     assert pool.purge() == 3 and len(index) == 0
     assert pool.num_available == 16 and index.node_of(blocks[0]) is None
     pool.check()
+
+
+def _replace_node(index: PrefixIndex, node: Node, block: int) -> None:
+    """Name another block in the tree; `_nodes` follows, as it would."""
+    index._nodes[block] = index._nodes.pop(node.block)
+    node.block = block
+
+
+BROKEN: dict[str, Callable[[PrefixIndex, BlockPool, list[Node]], object]] = {
+    "a node that left": lambda index, pool, nodes: setattr(nodes[1], "attached", False),
+    "another's child": lambda index, pool, nodes: setattr(nodes[1], "parent", nodes[2]),
+    "a child under two names": lambda index, pool, nodes: nodes[0].children.update({b"x": nodes[1]}),
+    "a circle": lambda index, pool, nodes: nodes[2].children.update({b"x": nodes[0]}),
+    "a parent colder than its child": lambda index, pool, nodes: setattr(nodes[2], "last_used", nodes[1].last_used + 1),
+    "a reference of a leaf uncounted": lambda index, pool, nodes: setattr(nodes[2], "active", 0),
+    "an active child uncounted": lambda index, pool, nodes: setattr(nodes[0], "active", nodes[0].active - 1),
+    "a block in two nodes": lambda index, pool, nodes: _replace_node(index, nodes[1], nodes[2].block),
+    "a node not found by its block": lambda index, pool, nodes: index._nodes.pop(nodes[2].block),
+    "a block of no node": lambda index, pool, nodes: index._nodes.update({pool.num_blocks: nodes[2]}),
+    "evictable miscounted": lambda index, pool, nodes: setattr(index, "_num_evictable", index._num_evictable + 1),
+    "a referenced free block": lambda index, pool, nodes: pool._references.__setitem__(pool._free[0], 1),
+    "a block free twice": lambda index, pool, nodes: pool._free.__setitem__(0, pool._free[1]),
+    "free and cached": lambda index, pool, nodes: pool._free.append(next(iter(index.unreferenced_blocks()))),
+    "a lost block": lambda index, pool, nodes: pool._free.pop(),
+    "a holder without a reference": lambda index, pool, nodes: pool._references.__setitem__(nodes[2].block, 1),
+    "one lost, one held and free": lambda index, pool, nodes: pool._free.__setitem__(0, nodes[2].block),
+    "references miscounted": lambda index, pool, nodes: setattr(pool, "num_referenced", pool.num_referenced + 1),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_check_finds_whatever_is_broken(what: str) -> None:
+    index, pool = make()
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    nodes = index.insert(names_of(list(range(12))), blocks, 0, 3, None)
+    pool.acquire(blocks[2:])  # a second holder
+    compute(index, pool, [*range(4), *range(50, 54)])  # a sibling that nobody holds
+    pool.check([blocks, blocks[2:]])
+    BROKEN[what](index, pool, nodes)
+    with pytest.raises(AssertionError):
+        pool.check([blocks, blocks[2:]])
 
 
 class IndexMachine(RuleBasedStateMachine):
