@@ -28,6 +28,7 @@ from pagetier.kvstore.cli.asked import TextModel
 from pagetier.kvstore.config import StoreConfig, default_redis_url, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.flags import command
+from pagetier.kvstore.tier_flags import TierFlags
 
 if TYPE_CHECKING:
     from pagetier.engine.server.wire import Ready
@@ -37,7 +38,7 @@ SAMPLING = "Sampling"
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
-    app.command("serve")(command(serve, ServeFlags))
+    app.command("serve")(command(serve, ServeFlags, TierFlags))
     app.command("generate")(command(generate, GenerateFlags))
     app.command("demo")(demo)
     app.command("pull")(pull)
@@ -53,7 +54,7 @@ def load_text_model(name: str) -> TextModel:
     return load_tokenizer(resolve_model(name, progress=True))
 
 
-def serve(flags: ServeFlags) -> None:
+def serve(flags: ServeFlags, tiers: TierFlags) -> None:
     """Serve a model with OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions, /health, /stats, /metrics.
 
     SIGTERM lets running requests finish and writes queued blocks, within --shutdown-timeout.
@@ -61,7 +62,7 @@ def serve(flags: ServeFlags) -> None:
     Example: pagetier serve --model smollm2 --kv-tier nvme,redis
     """
     require_engine("serve")
-    fields = engine_fields(flags)
+    fields = engine_fields(flags, tiers)
     from pagetier.engine.pull import resolve_model
     from pagetier.engine.server.engine_host import EngineOrder
     from pagetier.engine.server.event_publisher import parse_events_config

@@ -18,7 +18,10 @@ from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import Difference, diff
 from pagetier.kvstore.identity_places import FoundIdentity, is_domain, read_identity
 
-PLACE_HELP = "A server's http:// address, an NVMe folder, redis://…, embedded, a model, or a domain; #ab12 picks one."
+PLACE_HELP = (
+    "A server's http:// address, store: and a store's address, an NVMe folder, redis://…, embedded, a model, or a "
+    "domain; #ab12 picks one."
+)
 MODEL_POOL = 256 * MIB  # of the engine that a model is asked through; untouched memory costs nothing
 # What a difference in a field means for whoever wants the two to share, by its first word.
 MEANINGS = {

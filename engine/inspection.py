@@ -21,12 +21,11 @@ from pagetier.kvstore.block import KEY_BYTES, BlockName
 from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.keys import Hash, chain_names, unpack_tokens
 from pagetier.kvstore.measure import TierSpeed
-from pagetier.kvstore.prefixes import Prefix, hottest
+from pagetier.kvstore.prefixes import Prefix, chain_to, hottest
 
 logger = logging.getLogger(__name__)
 
 DEVICE = "device"
-MAX_CHAIN_BLOCKS = 65_536  # a million tokens
 MAX_TOP = 1000
 
 Report = Callable[[dict[str, Any], PagetierError | None], None]
@@ -308,19 +307,14 @@ class Inspection:
         return {tier: count for tier, count in hits.items() if count}
 
     def _chain_to(self, key: bytes, nodes: Sequence[Node]) -> tuple[BlockName, ...]:
-        """The chain that ends in a block, head first, as far back as its root. Raises ConfigError where it is not
-        known."""
+        """The chain that ends in a block, over all tiers."""
         known = {node.name.key: node.name for node in nodes if node.name is not None}
-        names: list[BlockName] = []
-        while not names or names[-1].parent != names[-1].root:
-            wanted = key if not names else names[-1].parent
-            name = known.get(wanted)
-            if name is None:
-                name = next((info.name for info in self._below([wanted]).values()), None)
-            if name is None or len(names) >= MAX_CHAIN_BLOCKS:
-                raise ConfigError(f"key {wanted.hex()}: nothing is known of this block; give the prompt instead")
-            names.append(name)
-        return tuple(reversed(names))
+
+        def name_of(wanted: bytes) -> BlockName | None:
+            below = known.get(wanted)
+            return below or next((info.name for info in self._below([wanted]).values()), None)
+
+        return chain_to(key, name_of)
 
 
 def _checked_key(key: Any) -> bytes:

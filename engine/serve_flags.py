@@ -1,4 +1,5 @@
-"""The flags of `pagetier serve`: one dataclass, what is not built yet, and the plain fields for the engine process.
+"""The flags that `pagetier serve` has to itself: one dataclass, what is not built yet, and the plain fields for the
+engine process.
 
 Loads neither torch nor the server. The names are CLI.md's; their meaning is that of `ServeConfig` and `StoreConfig`.
 """
@@ -24,12 +25,13 @@ from pagetier.engine.config import (
 )
 from pagetier.engine.cpu_list import parse_cpus
 from pagetier.engine.identity import checked_weights_version
-from pagetier.kvstore.config import EMBEDDED, WARMUP_HELP, StoreConfig, default_redis_url, parse_size, parse_tiers
+from pagetier.kvstore.config import StoreConfig, parse_size, parse_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.keys import hash_named
 from pagetier.kvstore.mac import load_mac_key
+from pagetier.kvstore.tier_flags import TierFlags, tier_option
 
-MODEL, SERVER, SCHEDULER, CACHE, TIERS = "Model", "Server", "Scheduler", "KV cache on the device", "KV tiers below it"
+MODEL, SERVER, SCHEDULER, CACHE = "Model", "Server", "Scheduler", "KV cache on the device"
 
 THREADS_HELP = "Threads of the model on a CPU; 0: one per core it may use. More than there are free cores is slower."
 CPU_KERNELS_HELP = (
@@ -41,12 +43,6 @@ KV_VERIFY_HELP = (
     f"checksum: every record that is read. shadow[:N]: also, one of N loaded blocks (default {SHADOW_ONE_IN}) is "
     "computed anew and compared; costs that computation."
 )
-NVME_FSYNC_HELP = (
-    "What a power cut may cost. always: nothing that was stored; segment: the segment being written; none: what the "
-    "kernel had not written yet. A killed process loses nothing with any of them."
-)
-
-
 KV_EVENTS_HELP = (
     'KV events over ZMQ as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "", '
     '"replay_endpoint": …, "buffer_steps": …, "hwm": …}; default endpoint: loopback only.'
@@ -185,57 +181,18 @@ class ServeFlags:
         ),
     ] = ""
 
-    kv_tier: Annotated[
-        str, _option("--kv-tier", panel=TIERS, text="Tiers, fastest first, e.g. nvme,redis; default: none.")
-    ] = ""
+    kv_tier: Annotated[str, tier_option("--kv-tier", text="Tiers, fastest first, e.g. nvme,redis; default: none.")] = ""
     kv_store_url: Annotated[
         str | None,
-        _option(
+        tier_option(
             "--kv-store-url",
-            panel=TIERS,
             text="A running `pagetier store` instead of own tiers: local, unix:///path, grpc://host:port or "
-            "grpcs://host:port?ca=FILE&token_file=FILE.",
+            "grpcs://host:port?ca=FILE, with ?token_file=FILE where it has a token.",
         ),
     ] = None
-    kv_host_size: Annotated[str, _option("--kv-host-size", panel=TIERS, text="Host arena, e.g. 4GiB; 0: none.")] = "0"
-    kv_nvme_path: Annotated[
-        Path | None, _option("--kv-nvme-path", panel=TIERS, text="Folder; default: nvme in the cache folder.")
-    ] = None
-    kv_nvme_size: Annotated[str, _option("--kv-nvme-size", panel=TIERS, text="Cap, e.g. 20GiB.")] = "20GiB"
-    kv_nvme_io: Annotated[str, _option("--kv-nvme-io", panel=TIERS, text="auto, direct or buffered.")] = "auto"
-    kv_nvme_fsync: Annotated[str, _option("--kv-nvme-fsync", panel=TIERS, text=NVME_FSYNC_HELP)] = "segment"
-    kv_nvme_scrub: Annotated[
-        str, _option("--kv-nvme-scrub", panel=TIERS, text="Bytes a second re-read to find damage, e.g. 4MiB; 0: none.")
-    ] = "0"
-    kv_nvme_allow_unsafe: Annotated[
-        bool, _option("--kv-nvme-allow-unsafe", panel=TIERS, text="Take a path in memory, or one all may write to.")
-    ] = False
-    kv_redis_url: Annotated[
-        str | None,
-        _option(
-            "--kv-redis-url",
-            panel=TIERS,
-            text=f"redis://host:port/db, unix:///path, redis+sentinel://host:port,…/service, redis+cluster://host:port,…,"
-            f" rediss… for TLS, or {EMBEDDED}; default: $REDIS_URL, else {EMBEDDED}.",
-        ),
-    ] = None
-    kv_redis_size: Annotated[str, _option("--kv-redis-size", panel=TIERS, text="Of the embedded server.")] = "4GiB"
-    kv_redis_ttl: Annotated[int, _option("--kv-redis-ttl", panel=TIERS, text="Seconds a block lives unused.")] = 86_400
-    kv_redis_linger: Annotated[
-        float, _option("--kv-redis-linger", panel=TIERS, text="Seconds the embedded server outlives its last user.")
-    ] = 600.0
-    kv_load_budget_ms: Annotated[
-        float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
-    ] = 1000.0
-    kv_write_policy: Annotated[str, _option("--kv-write-policy", panel=TIERS, text=WRITE_POLICY_HELP)] = ""
-    kv_warmup: Annotated[str, _option("--kv-warmup", panel=TIERS, text=WARMUP_HELP)] = "0"
-    kv_verify: Annotated[str, _option("--kv-verify", panel=TIERS, text=KV_VERIFY_HELP)] = "checksum"
-    kv_mac_key: Annotated[
-        Path | None,
-        _option(
-            "--kv-mac-key", panel=TIERS, text="File with a secret that NVMe and Redis records are authenticated with."
-        ),
-    ] = None
+    kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Host arena, e.g. 4GiB; 0: none.")] = "0"
+    kv_write_policy: Annotated[str, tier_option("--kv-write-policy", text=WRITE_POLICY_HELP)] = ""
+    kv_verify: Annotated[str, tier_option("--kv-verify", text=KV_VERIFY_HELP)] = "checksum"
 
 
 # Flags whose feature does not exist yet: field -> the values that ask for nothing.
@@ -268,34 +225,22 @@ def refuse_empty_secrets(flags: ServeFlags) -> None:
             raise ConfigError(f"{flag}: got an empty one; allowed: at least one character, or leave it out")
 
 
-def store_fields(flags: ServeFlags) -> dict[str, Any]:
+def store_fields(flags: ServeFlags, tiers: TierFlags) -> dict[str, Any]:
     """The fields of `StoreConfig`, JSON-able and checked. Raises ConfigError."""
-    fields: dict[str, Any] = {
-        "tiers": list(parse_tiers(flags.kv_tier)),
+    fields: dict[str, Any] = tiers.store_fields() | {
+        "tiers": parse_tiers(flags.kv_tier),
         "host_size": parse_size(flags.kv_host_size, "--kv-host-size"),
-        "nvme_path": None if flags.kv_nvme_path is None else str(flags.kv_nvme_path.expanduser().absolute()),
-        "nvme_size": parse_size(flags.kv_nvme_size, "--kv-nvme-size"),
-        "nvme_io": flags.kv_nvme_io,
-        "nvme_fsync": flags.kv_nvme_fsync,
-        "nvme_allow_unsafe": flags.kv_nvme_allow_unsafe,
-        "nvme_scrub": parse_size(flags.kv_nvme_scrub, "--kv-nvme-scrub"),
-        "redis_url": flags.kv_redis_url or default_redis_url(),
-        "redis_size": parse_size(flags.kv_redis_size, "--kv-redis-size"),
-        "redis_ttl_s": flags.kv_redis_ttl,
-        "redis_linger_s": flags.kv_redis_linger,
         "write_policy": flags.kv_write_policy,
-        "warmup": parse_size(flags.kv_warmup, "--kv-warmup"),
-        "load_budget_s": flags.kv_load_budget_ms / 1e3,
         "store_url": flags.kv_store_url,
-        "mac_key_file": None if flags.kv_mac_key is None else str(flags.kv_mac_key.expanduser().absolute()),
     }
-    if flags.kv_mac_key is not None:
-        load_mac_key(flags.kv_mac_key.expanduser())  # refused before a model is loaded
-    StoreConfig(**(fields | {"tiers": tuple(fields["tiers"])}))  # refuses here what it would refuse there
-    return fields
+    if tiers.kv_mac_key is not None:
+        load_mac_key(tiers.kv_mac_key.expanduser())  # refused before a model is loaded
+    StoreConfig(**fields)  # refuses here what it would refuse there
+    plain = {name: str(value) for name, value in fields.items() if isinstance(value, Path)}
+    return fields | plain | {"tiers": list(fields["tiers"])}
 
 
-def engine_fields(flags: ServeFlags) -> dict[str, Any]:
+def engine_fields(flags: ServeFlags, tiers: TierFlags | None = None) -> dict[str, Any]:
     """The fields of `ServeConfig`, JSON-able, as far as they can be checked without the model. Raises ConfigError."""
     refuse_unbuilt(flags)
     refuse_empty_secrets(flags)
@@ -336,5 +281,5 @@ def engine_fields(flags: ServeFlags) -> dict[str, Any]:
         "weights_version": checked_weights_version(flags.weights_version),
         "kv_verify": flags.kv_verify,
         "paranoid": flags.paranoid,
-        "store": store_fields(flags),
+        "store": store_fields(flags, tiers or TierFlags()),
     }

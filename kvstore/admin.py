@@ -21,7 +21,7 @@ from pagetier.kvstore.pins import Pin, PinFile, expiry
 from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.prefixes import Prefix, hottest
 from pagetier.kvstore.redis.tier import RedisTier
-from pagetier.kvstore.tier import DescribingTier, Description, ListedRecord, ListingTier
+from pagetier.kvstore.tier import DescribingTier, Description, FollowingTier, ListedRecord, ListingTier
 from pagetier.kvstore.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,13 @@ class PurgeResult:
 
     def as_dict(self) -> dict[str, Any]:
         return {"removed": self.removed, "errors": self.errors}
+
+
+def refuse_other_tiers(own: str, tiers: Collection[str]) -> None:
+    """Raise ConfigError for the name of a tier in a place that is another one."""
+    for tier in tiers:
+        if tier != own:
+            raise ConfigError.unknown_name("tier", tier, [own])
 
 
 class Admin(Protocol):
@@ -327,6 +334,7 @@ class StoreAdmin:
         if not isinstance(tier, DescribingTier) or not port.reads.would_allow():
             return [None] * len(addresses)
         try:
+            _follow(tier)
             return tier.describe(addresses, deadline_s)
         except TierUnavailable as error:
             logger.info("%s could not be asked about blocks: %s", port.name, error)
@@ -368,7 +376,10 @@ class StoreAdmin:
 
     def _listed(self, port: TierPort, deadline_s: float) -> Iterable[ListedRecord]:
         tier = bare(port.tier)
-        return tier.records(deadline_s) if isinstance(tier, ListingTier) else ()
+        if not isinstance(tier, ListingTier):
+            return ()
+        _follow(tier)
+        return tier.records(deadline_s)
 
     def _purge_tier(self, port: TierPort, keys: Collection[bytes] | None, root: bytes | None, deadline_s: float) -> int:
         tier, domain = bare(port.tier), self._domain()
@@ -386,6 +397,12 @@ class StoreAdmin:
             ]
         firsts = range(0, len(wanted), DELETE_BLOCKS)
         return sum(port.tier.delete(wanted[first : first + DELETE_BLOCKS]) for first in firsts)
+
+
+def _follow(tier: object) -> None:
+    """Learn what others stored a moment ago: people ask of it, too."""
+    if isinstance(tier, FollowingTier):
+        tier.refresh()
 
 
 def _info(

@@ -203,7 +203,7 @@ class StoreConfig:
         if self.warmup and "host" not in self.tier_names:
             raise ConfigError("--kv-warmup fills the host tier: give --kv-host-size, such as --kv-host-size 4GiB")
         if self.store_url is not None:
-            if not (self.store_url == LOCAL_STORE or self.store_url.startswith(STORE_SCHEMES)):
+            if not (self.store_url.partition("?")[0] == LOCAL_STORE or self.store_url.startswith(STORE_SCHEMES)):
                 allowed = f"{LOCAL_STORE}, or an address that begins with {', '.join(STORE_SCHEMES)}"
                 raise ConfigError.bad_value("--kv-store-url", self.store_url, allowed)
             if self.tiers or self.host_size:

@@ -1,4 +1,4 @@
-"""Where a cache identity can be read from: a live server, an NVMe folder, a Redis. Changes nothing there.
+"""Where a cache identity can be read from: a live server, a store service, an NVMe folder, a Redis. Changes nothing.
 
 A place that holds several identities is told which one by the beginning of its domain: `PLACE#ab12cd`.
 """
@@ -24,7 +24,8 @@ from pagetier.kvstore.record import REDIS_IDENTITIES
 from pagetier.kvstore.redis.rendezvous import Rendezvous
 from pagetier.kvstore.redis.tier import RedisTier
 
-FORMS = "a server's http:// address, an NVMe folder, redis://…, embedded, or a model"
+FORMS = "a server's http:// address, store:URL, an NVMe folder, redis://…, embedded, or a model"
+STORE = "store:"  # before a store service's address: unix:// alone is a Redis
 TIMEOUT_S = 5.0
 _PREFIX = re.compile(r"(.+)#([0-9a-fA-F]{1,64})")
 _FIELD = re.compile(rb"[0-9a-f]{64}")
@@ -53,6 +54,8 @@ def read_identity(text: str, api_key: str | None = None) -> FoundIdentity | None
     place, prefix = (match[1], match[2].lower()) if match else (text, "")
     if place.startswith(("http://", "https://")):
         return _chosen(_shown(place), _of_server(place, api_key), prefix)
+    if place.startswith(STORE):
+        return _chosen(_shown(place), _of_store(place.removeprefix(STORE)), prefix)
     if place == EMBEDDED or place.startswith(URL_SCHEMES):
         return _chosen(_shown(place), _of_redis(place), prefix)
     folder = Path(place).expanduser()
@@ -77,6 +80,14 @@ def _of_server(url: str, api_key: str | None) -> dict[bytes, bytes]:
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{_shown(url)}/identity is not a Pagetier server's answer; give its address") from None
     return {domain_of(encoded): encoded}
+
+
+def _of_store(url: str) -> dict[bytes, bytes]:
+    from pagetier.kvstore.service.address import parse_address  # gRPC takes a while to load
+    from pagetier.kvstore.service.client import StoreClient
+
+    with StoreClient(parse_address(url, flag=STORE.rstrip(":"))) as client:
+        return client.identities()
 
 
 def _of_redis(url: str) -> dict[bytes, bytes]:

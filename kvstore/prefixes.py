@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagetier.kvstore.admin import BlockInfo
+
+MAX_CHAIN_BLOCKS = 65_536  # a million tokens
 
 
 @dataclass(slots=True)
@@ -116,3 +119,15 @@ def _run(
         pinned=info.pinned,
     )
     return node, children.get(key, [])
+
+
+def chain_to(key: bytes, name_of: Callable[[bytes], BlockName | None]) -> tuple[BlockName, ...]:
+    """The chain that ends in a block, head first, as far back as its root. Raises ConfigError where it is not known."""
+    names: list[BlockName] = []
+    while not names or names[-1].parent != names[-1].root:
+        wanted = key if not names else names[-1].parent
+        name = name_of(wanted)
+        if name is None or len(names) >= MAX_CHAIN_BLOCKS:
+            raise ConfigError(f"key {wanted.hex()}: nothing is known of this block; give the prompt instead")
+        names.append(name)
+    return tuple(reversed(names))

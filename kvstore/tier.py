@@ -189,6 +189,14 @@ class QuarantiningTier(Protocol):
 
 
 @runtime_checkable
+class FollowingTier(Protocol):
+    """A tier that other processes write to as well, and that learns of it a little later."""
+
+    def refresh(self) -> None:
+        """Learn it now. Blocks on I/O; never raises; any thread."""
+
+
+@runtime_checkable
 class DescribingTier(Protocol):
     """What a tier adds that can say more of a record than whether it is there. For people's questions, not for the
     engine's way; any thread.

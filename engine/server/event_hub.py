@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pagetier.engine.kv_events import KvEvent
 from pagetier.engine.server import wire
 from pagetier.engine.server.engine_client import EngineClient
+from pagetier.kvstore.event_forms import KvEvent, shown_event
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EventHub:
                 if num_lost:
                     queue.put_nowait({"kind": "lost", "events": num_lost})
                     num_lost = 0
-                queue.put_nowait(shown(event))
+                queue.put_nowait(shown_event(event))
 
         remove = self.add_sink(sink)
         try:
@@ -75,18 +75,3 @@ class EventHub:
             return
         for sink in tuple(self._sinks):
             sink(events, message.num_lost)
-
-
-def shown(event: KvEvent) -> dict[str, Any]:
-    """An event as people see it: without tokens."""
-    keys = event.key_list
-    fields: dict[str, Any] = {"time_s": round(event.time_s, 6), "kind": event.kind, "tier": event.medium}
-    fields |= {"num_blocks": len(keys), "keys": [key.hex() for key in keys]}
-    if event.kind == "stored":
-        num_tokens = len(event.tokens) // 4
-        fields |= {
-            "parent": event.parent.hex() or None,
-            "tokens": [event.position, event.position + num_tokens - 1],
-            "num_tokens": num_tokens,
-        }
-    return fields

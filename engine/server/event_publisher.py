@@ -25,9 +25,9 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from pagetier.engine.kv_events import KvEvent
 from pagetier.engine.server.event_hub import EventHub
 from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.event_forms import KvEvent
 from pagetier.kvstore.keys import unpack_tokens
 
 logger = logging.getLogger(__name__)

@@ -6,21 +6,23 @@ import typer
 
 from pagetier.kvstore.cli.asked import LoadTextModel
 from pagetier.kvstore.cli.doctor import doctor
-from pagetier.kvstore.cli.events import events
-from pagetier.kvstore.cli.pins import make_purge, pin, unpin
+from pagetier.kvstore.cli.events import EventsFlags, events
+from pagetier.kvstore.cli.options import OfflineFlags, ServerFlags
+from pagetier.kvstore.cli.pins import make_pin, make_purge, make_unpin
 from pagetier.kvstore.cli.query import make_query, make_top
-from pagetier.kvstore.cli.stats import stats
+from pagetier.kvstore.cli.stats import StatsFlags, stats
 from pagetier.kvstore.cli.verify import verify
+from pagetier.kvstore.flags import command
 
 
 def add_commands(app: typer.Typer, load: LoadTextModel) -> None:
     """Register this package's commands. load: a model's tokenizer, for commands that read text without a server."""
-    app.command("stats")(stats)
+    app.command("stats")(command(stats, StatsFlags, ServerFlags))
     app.command("query")(make_query(load))
     app.command("top")(make_top(load))
-    app.command("pin")(pin)
-    app.command("unpin")(unpin)
+    app.command("pin")(make_pin(load))
+    app.command("unpin")(make_unpin(load))
     app.command("purge")(make_purge(load))
-    app.command("events")(events)
+    app.command("events")(command(events, EventsFlags, ServerFlags))
     app.command("verify")(verify)
-    app.command("doctor")(doctor)
+    app.command("doctor")(command(doctor, ServerFlags, OfflineFlags))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from pagetier.kvstore.block import KEY_BYTES
+from pagetier.kvstore.cli.options import all_of
 from pagetier.kvstore.errors import ConfigError
 
 
@@ -31,21 +32,6 @@ class TextModel(Protocol):
 
 
 LoadTextModel = Callable[[str], TextModel]
-
-PromptOption = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; - reads it from stdin.")]
-MessagesOption = Annotated[
-    Path | None, typer.Option("--messages", metavar="FILE", help="A conversation: JSON, as for chat completions.")
-]
-TokensOption = Annotated[Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids: a JSON array.")]
-KeyOption = Annotated[list[str] | None, typer.Option("--key", metavar="HEX", help="A block's key; may be repeated.")]
-SaltOption = Annotated[str | None, typer.Option("--salt", metavar="TEXT", help="The tenant's cache_salt.")]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Without a server: whose tokenizer reads and shows text.")
-]
-DomainOption = Annotated[
-    str | None,
-    typer.Option("--domain", metavar="HEX", help="Without a server: which cache identity, by its first digits."),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +70,39 @@ class Asked:
         return model.encode(self.prompt or "")
 
 
-def read_asked(
-    prompt: str | None,
-    messages: Path | None,
-    tokens: Path | None,
-    keys: Sequence[str] | None,
-    salt: str | None = None,
-    *,
-    needed: bool = True,
-) -> Asked:
-    """What the options say. Raises ConfigError for two at once, for none where one is `needed`, and for files that are
-    not what they should be."""
-    given = [
-        flag
-        for flag, value in (("--prompt", prompt), ("--messages", messages), ("--tokens", tokens), ("--key", keys))
-        if value
-    ]
-    if prompt == "":
-        raise ConfigError.bad_value("--prompt", prompt, "at least one character")
-    if len(given) > 1 or (needed and not given):
-        raise ConfigError(f"give one of --prompt, --messages, --tokens and --key, got {' and '.join(given) or 'none'}")
-    return Asked(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
-        messages=None if messages is None else _messages(messages),
-        tokens=None if tokens is None else _tokens(tokens),
-        keys=tuple(map(_key, keys)) if keys else None,
-        salt=salt,
+@dataclass(frozen=True, slots=True)
+class AskedFlags:
+    """The options that say it."""
+
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; - reads it from stdin.")] = (
+        None
     )
+    messages: Annotated[
+        Path | None, typer.Option("--messages", metavar="FILE", help="A conversation: JSON, as for chat completions.")
+    ] = None
+    tokens: Annotated[Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids: a JSON array.")] = None
+    key: Annotated[
+        list[str] | None,
+        typer.Option("--key", metavar="HEX", help="A block's key, as --json shows it; may be repeated."),
+    ] = None
+    salt: Annotated[str | None, typer.Option("--salt", metavar="TEXT", help="The tenant's cache_salt.")] = None
+
+    def read(self, *, needed: bool = True) -> Asked:
+        """What the options say. Raises ConfigError for two at once, for none where one is `needed`, and for files that
+        are not what they should be."""
+        flags = {"--prompt": self.prompt, "--messages": self.messages, "--tokens": self.tokens, "--key": self.key}
+        given = [flag for flag, value in flags.items() if value]
+        if self.prompt == "":
+            raise ConfigError.bad_value("--prompt", self.prompt, "at least one character")
+        if len(given) > 1 or (needed and not given):
+            raise ConfigError(f"give one of {all_of(list(flags))}, got {all_of(given) or 'none'}")
+        return Asked(
+            prompt=sys.stdin.read() if self.prompt == "-" else self.prompt,
+            messages=None if self.messages is None else _messages(self.messages),
+            tokens=None if self.tokens is None else _tokens(self.tokens),
+            keys=tuple(map(_key, self.key)) if self.key else None,
+            salt=self.salt,
+        )
 
 
 def _key(text: str) -> bytes:

@@ -17,16 +17,8 @@ from rich.table import Table
 
 from pagetier.kvstore.block import KEY_BYTES, Part
 from pagetier.kvstore.cli.live import LiveServer
-from pagetier.kvstore.cli.options import (
-    DEFAULT_URL,
-    AdminTokenOption,
-    ApiKeyOption,
-    JsonOption,
-    NvmeOption,
-    RedisOption,
-    UrlOption,
-)
-from pagetier.kvstore.cli.sources import opened_place, redis_address
+from pagetier.kvstore.cli.options import OfflineFlags, ServerFlags
+from pagetier.kvstore.cli.sources import opened_place, redis_address, refuse_several
 from pagetier.kvstore.config import MIB, format_size, without_login
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.measure import measure_tier
@@ -54,14 +46,7 @@ class Diagnosis:
         return {**self.figures, "fit": not self.faults, "faults": self.faults, "advice": self.advice}
 
 
-def doctor(
-    url: UrlOption = DEFAULT_URL,
-    nvme: NvmeOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
-    api_key: ApiKeyOption = None,
-    admin_token: AdminTokenOption = None,
-) -> None:
+def doctor(server: ServerFlags, offline: OfflineFlags) -> None:
     """Measure each tier and say in words what is wrong and what to do: latency, bandwidth, capacity, identity, and from
     how many tokens on a load beats computing.
 
@@ -69,15 +54,16 @@ def doctor(
 
     Example: pagetier doctor --url http://127.0.0.1:8000
     """
-    if nvme is not None and redis is not None:
-        raise ConfigError("give one of --nvme DIR and --redis URL")
-    if nvme is not None:
-        about, tiers = _folder(nvme.expanduser())
-    elif redis is not None:
-        about, tiers = _redis(redis)
+    refuse_several(server, offline)
+    if offline.nvme is not None:
+        about, tiers = _folder(offline.nvme.expanduser())
+    elif offline.redis is not None:
+        about, tiers = _redis(offline.redis)
+    elif server.store is not None:
+        about, tiers = _store(server.store)
     else:
-        about, tiers = _server(LiveServer(url, api_key, admin_token))
-    if as_json:
+        about, tiers = _server(LiveServer(server.url, server.api_key, server.admin_token))
+    if server.as_json:
         typer.echo(json.dumps({**about, "tiers": {one.name: one.as_dict() for one in tiers}}, indent=2))
     else:
         _show(about, tiers)
@@ -94,8 +80,18 @@ def _server(server: LiveServer) -> tuple[dict[str, Any], list[Diagnosis]]:
     return {"place": server.shown, **about}, tiers
 
 
-def diagnose(name: str, figures: dict[str, Any], prefill_s: list[Any]) -> Diagnosis:
-    """What the figures of a live server's tier mean."""
+def _store(url: str) -> tuple[dict[str, Any], list[Diagnosis]]:
+    """A store service. It computes nothing, so it cannot say from which length on a load pays."""
+    from pagetier.kvstore.cli.store_place import StorePlace  # gRPC takes a while to load
+
+    with contextlib.closing(StorePlace(url)) as place:
+        speeds, figures, domains = place.measure(), place.stats()["tiers"], sorted(place.identities())
+    tiers = [diagnose(name, one | (speeds[name].as_dict() if name in speeds else {})) for name, one in figures.items()]
+    return {"place": place.shown, "domains": [domain.hex() for domain in domains]}, tiers
+
+
+def diagnose(name: str, figures: dict[str, Any], prefill_s: list[Any] | None = None) -> Diagnosis:
+    """What the figures of a tier that is served mean. prefill_s: the server's own model; None: nobody computes."""
     one = Diagnosis(name, figures)
     if figures.get("breaker") not in (None, "closed"):
         one.faults.append(f"its breaker is {figures['breaker']}: it is left alone after failures; see the server's log")
@@ -113,7 +109,7 @@ def diagnose(name: str, figures: dict[str, Any], prefill_s: list[Any]) -> Diagno
     if capacity and figures["bytes"] > FULL * capacity and figures.get("evictions"):
         flag = {"nvme": "--kv-nvme-size", "host": "--kv-host-size"}.get(name, "its maxmemory")
         one.advice.append(f"it is full and evicts; raise {flag} where hits are missed")
-    if not prefill_s:
+    if prefill_s == []:
         one.advice.append("nothing was computed yet, so it is not known from which length on it pays; ask again later")
     return one
 

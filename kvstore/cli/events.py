@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from pagetier.kvstore.cli.live import LiveServer
-from pagetier.kvstore.cli.options import DEFAULT_URL, AdminTokenOption, ApiKeyOption, JsonOption, UrlOption
+from pagetier.kvstore.cli.options import ServerFlags
+from pagetier.kvstore.config import without_login
 
 
-def events(
-    url: UrlOption = DEFAULT_URL,
-    count: Annotated[int, typer.Option("--count", min=0, help="End after so many; 0: go on until interrupted.")] = 0,
-    as_json: JsonOption = False,
-    api_key: ApiKeyOption = None,
-    admin_token: AdminTokenOption = None,
-) -> None:
-    """Follow KV events of a live server: blocks stored, removed and cleared, by tier; a line each.
+@dataclass(frozen=True, slots=True)
+class EventsFlags:
+    """Of `events` alone."""
 
-    Exit code 1 when the server ends.
+    count: Annotated[int, typer.Option("--count", min=0, help="End after so many; 0: go on until interrupted.")] = 0
+
+
+def events(own: EventsFlags, server: ServerFlags) -> None:
+    """Follow KV events of a live server or a store service from now on: blocks stored, removed and cleared, by tier; a
+    line each.
+
+    Exit code 1 when whoever is followed ends.
 
     Example: pagetier events --json
     """
-    server = LiveServer(url, api_key, admin_token)
     seen = 0
-    for event in server.lines("/events", admin=True):
-        typer.echo(json.dumps(event) if as_json else event_line(event))
+    for event in _followed(server):
+        typer.echo(json.dumps(event) if server.as_json else event_line(event))
         seen += 1
-        if seen == count:
+        if seen == own.count:
             return
-    typer.echo(f"pagetier: {server.shown} ended", err=True)
+    typer.echo(f"pagetier: {server.store or without_login(server.url)} ended", err=True)
     raise typer.Exit(1)
+
+
+def _followed(server: ServerFlags) -> Iterator[dict[str, Any]]:
+    if server.store is None:
+        return LiveServer(server.url, server.api_key, server.admin_token).lines("/events", admin=True)
+    from pagetier.kvstore.cli.store_place import StorePlace  # gRPC takes a while to load
+
+    return StorePlace(server.store).events()
 
 
 def event_line(event: dict[str, Any]) -> str:

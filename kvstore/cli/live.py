@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import httpx
 
+from pagetier.kvstore.cli.asked import Asked
 from pagetier.kvstore.config import without_login
 from pagetier.kvstore.errors import ConfigError, PagetierError
 
 TIMEOUT_S = 20.0  # more than the server gives its engine to answer
+PURGE_TIMEOUT_S = 90.0
 HINTS = {
     401: "give the server's --api-key (or PAGETIER_API_KEY)",
     403: "ask from the server's own machine, or start it with --admin-token and give the same here",
@@ -95,7 +97,8 @@ class LiveServer:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise PagetierError(
-                f"no Pagetier server answers at {self.shown} ({reason}); start one with 'pagetier serve', or give --url"
+                f"no Pagetier server answers at {self.shown} ({reason}); start one with 'pagetier serve', or give "
+                "--url or --store"
             ) from None
         except ValueError:
             raise PagetierError(
@@ -108,6 +111,45 @@ class LiveServer:
         hint = f"; {HINTS[status]}" if status in HINTS and (told is None or status != 403) else ""
         text = f"{self.shown} answered {status} to {path}: {told or response.reason_phrase}{hint}"
         return ConfigError(text) if status in (400, 422) else PagetierError(text)
+
+
+class LiveCache:
+    """The cache of a live server. domain: which cache identity a purge is meant for; None: whichever it has."""
+
+    def __init__(self, server: LiveServer, domain: str | None = None) -> None:
+        self._server, self._domain = server, domain
+
+    def query(self, asked: Asked) -> dict[str, Any]:
+        return self._server.post("/query", asked.body())
+
+    def top(self, limit: int) -> dict[str, Any]:
+        return self._server.get("/top", admin=True, limit=limit)
+
+    def pin(self, asked: Asked, ttl_s: float | None, tiers: Collection[str]) -> dict[str, Any]:
+        body = asked.body() | ({} if ttl_s is None else {"ttl_s": ttl_s}) | _tiers(tiers)
+        return self._server.post("/pin", body, admin=True)
+
+    def pins(self) -> dict[str, Any]:
+        return self._server.get("/pins", admin=True)
+
+    def unpin(self, asked: Asked | None) -> dict[str, Any]:
+        """All pins for None."""
+        body: dict[str, Any] = {"all": True} if asked is None else asked.body()
+        if "keys" in body:
+            body["ids"] = body.pop("keys")
+        return self._server.post("/unpin", body, admin=True)
+
+    def purge(self, asked: Asked, tiers: Collection[str]) -> dict[str, Any]:
+        """A prompt's blocks, those of keys, a tenant's, or all."""
+        body = asked.body() | _tiers(tiers)
+        if not asked.body():
+            body["all"] = True
+        body |= {} if self._domain is None else {"domain": self._domain}
+        return self._server.post("/purge", body, admin=True, timeout_s=PURGE_TIMEOUT_S)
+
+
+def _tiers(tiers: Collection[str]) -> dict[str, Any]:
+    return {"tiers": list(tiers)} if tiers else {}
 
 
 def _message(response: httpx.Response) -> str | None:

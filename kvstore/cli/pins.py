@@ -4,130 +4,97 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from pagetier.kvstore.cli.asked import (
-    DomainOption,
-    KeyOption,
-    LoadTextModel,
-    MessagesOption,
-    ModelOption,
-    PromptOption,
-    SaltOption,
-    TokensOption,
-    read_asked,
-)
-from pagetier.kvstore.cli.live import LiveServer
-from pagetier.kvstore.cli.options import (
-    DEFAULT_URL,
-    AdminTokenOption,
-    ApiKeyOption,
-    JsonOption,
-    NvmeOption,
-    RedisOption,
-    UrlOption,
-)
+from pagetier.kvstore.cli.asked import AskedFlags, LoadTextModel
+from pagetier.kvstore.cli.options import CacheFlags, OfflineFlags, ServerFlags, TierOption
 from pagetier.kvstore.cli.query import age_text
-from pagetier.kvstore.cli.sources import opened_place, reader_of
+from pagetier.kvstore.cli.sources import opened_pins, opened_source
 from pagetier.kvstore.config import parse_tiers
 from pagetier.kvstore.errors import ConfigError
-
-PURGE_TIMEOUT_S = 90.0
-
-TierOption = Annotated[
-    str | None, typer.Option("--tier", metavar="NAMES", help="These tiers only, e.g. nvme,redis; default: all.")
-]
-AllOption = Annotated[bool, typer.Option("--all", help="Everything of the cache identity.")]
+from pagetier.kvstore.flags import command
 
 
-def pin(
-    prompt: PromptOption = None,
-    messages: MessagesOption = None,
-    tokens: TokensOption = None,
-    key: KeyOption = None,
-    salt: SaltOption = None,
-    ttl: Annotated[
-        float | None, typer.Option("--ttl", metavar="SECONDS", help="How long; default: until unpin.")
-    ] = None,
-    tier: TierOption = None,
-    listed: Annotated[bool, typer.Option("--list", help="Show what is pinned instead.")] = False,
-    url: UrlOption = DEFAULT_URL,
-    as_json: JsonOption = False,
-    api_key: ApiKeyOption = None,
-    admin_token: AdminTokenOption = None,
-) -> None:
-    """Keep a prefix in the tiers below the device: its blocks are not evicted while it is pinned.
+@dataclass(frozen=True, slots=True)
+class PinFlags:
+    """Of `pin` alone."""
 
-    A pin outlives restarts and brings back what a tier lost from another one; pins take a quarter of a tier at most.
-
-    Example: pagetier pin --prompt "You answer questions about geography in one short sentence." --ttl 86400
-    """
-    server = LiveServer(url, api_key, admin_token)
-    if listed:
-        _tell_pins(server.get("/pins", admin=True), as_json)
-        return
-    asked = read_asked(prompt, messages, tokens, key, salt)
-    if asked.keys is not None and len(asked.keys) > 1:
-        raise ConfigError("--key: got several; allowed: one, of the last block of the prefix")
-    body = asked.body() | ({} if ttl is None else {"ttl_s": ttl}) | _tiers(tier)
-    answer = server.post("/pin", body, admin=True)
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-        return
-    typer.echo(_pin_line(answer["pin"]))
+    ttl: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="How long; default: until unpin.")] = (
+        None
+    )
+    tier: TierOption = None
+    listed: Annotated[bool, typer.Option("--list", help="Show what is pinned instead.")] = False
 
 
-def unpin(
-    prompt: PromptOption = None,
-    messages: MessagesOption = None,
-    tokens: TokensOption = None,
-    key: Annotated[
-        list[str] | None, typer.Option("--key", metavar="HEX", help="A pin's id, the key of its last block.")
-    ] = None,
-    salt: SaltOption = None,
-    all_pins: Annotated[bool, typer.Option("--all", help="Every pin.")] = False,
-    url: UrlOption = DEFAULT_URL,
-    as_json: JsonOption = False,
-    api_key: ApiKeyOption = None,
-    admin_token: AdminTokenOption = None,
-) -> None:
-    """Give up a pin; its blocks are evicted like all others from then on. Exit code 1 when there was none.
+@dataclass(frozen=True, slots=True)
+class UnpinFlags:
+    """Of `unpin` alone."""
 
-    Example: pagetier unpin --all
-    """
-    asked = read_asked(prompt, messages, tokens, key, salt, needed=not all_pins)
-    body = asked.body()
-    if "keys" in body:
-        body["ids"] = body.pop("keys")
-    if all_pins:
-        body = {"all": True}
-    answer = LiveServer(url, api_key, admin_token).post("/unpin", body, admin=True)
-    _tell_pins(answer, as_json, "unpinned: ")
-    if not answer["pins"]:
-        raise typer.Exit(1)
+    all_pins: Annotated[bool, typer.Option("--all", help="Every pin.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeFlags:
+    """Of `purge` alone."""
+
+    everything: Annotated[bool, typer.Option("--all", help="Everything of the cache identity.")] = False
+    tier: TierOption = None
+
+
+def make_pin(load: LoadTextModel) -> Callable[..., None]:
+    """The command, with whoever loads tokenizers."""
+
+    def pin(asked: AskedFlags, own: PinFlags, server: ServerFlags, cache: CacheFlags) -> None:
+        """Keep a prefix in the tiers below the device: its blocks are not evicted while it is pinned.
+
+        A pin outlives restarts and brings back what a tier lost from another one; pins take a quarter of a tier at
+        most. --key: the last block of the prefix.
+
+        Example: pagetier pin --prompt "You answer questions about geography in one short sentence." --ttl 86400
+        """
+        if own.listed:
+            with opened_pins(server, cache, load) as source:
+                _tell_pins(source.pins(), server.as_json)
+            return
+        prefix = asked.read()
+        if prefix.keys is not None and len(prefix.keys) > 1:
+            raise ConfigError("--key: got several; allowed: one, of the last block of the prefix")
+        tiers = _tiers(own.tier)
+        with opened_pins(server, cache, load) as source:
+            answer = source.pin(prefix, own.ttl, tiers)
+        typer.echo(json.dumps(answer, indent=2) if server.as_json else _pin_line(answer["pin"]))
+
+    return command(pin, AskedFlags, PinFlags, ServerFlags, CacheFlags)
+
+
+def make_unpin(load: LoadTextModel) -> Callable[..., None]:
+    """The command, with whoever loads tokenizers."""
+
+    def unpin(asked: AskedFlags, own: UnpinFlags, server: ServerFlags, cache: CacheFlags) -> None:
+        """Give up a pin; its blocks are evicted like all others from then on. Exit code 1 when there was none.
+
+        --key: a pin's id, as pin --list --json shows it.
+
+        Example: pagetier unpin --all
+        """
+        prefix = asked.read(needed=not own.all_pins)
+        with opened_pins(server, cache, load) as source:
+            answer = source.unpin(None if own.all_pins else prefix)
+        _tell_pins(answer, server.as_json, "unpinned: ")
+        if not answer["pins"]:
+            raise typer.Exit(1)
+
+    return command(unpin, AskedFlags, UnpinFlags, ServerFlags, CacheFlags)
 
 
 def make_purge(load: LoadTextModel) -> Callable[..., None]:
     """The command, with whoever loads tokenizers."""
 
     def purge(
-        prompt: PromptOption = None,
-        messages: MessagesOption = None,
-        tokens: TokensOption = None,
-        key: KeyOption = None,
-        salt: SaltOption = None,
-        everything: AllOption = False,
-        domain: DomainOption = None,
-        tier: TierOption = None,
-        url: UrlOption = DEFAULT_URL,
-        nvme: NvmeOption = None,
-        redis: RedisOption = None,
-        model: ModelOption = None,
-        as_json: JsonOption = False,
-        api_key: ApiKeyOption = None,
-        admin_token: AdminTokenOption = None,
+        asked: AskedFlags, own: PurgeFlags, server: ServerFlags, offline: OfflineFlags, cache: CacheFlags
     ) -> None:
         """Remove cached blocks: of a prompt, of keys, of a tenant (--salt alone), or of a whole cache identity (--all).
 
@@ -136,19 +103,13 @@ def make_purge(load: LoadTextModel) -> Callable[..., None]:
 
         Example: pagetier purge --salt tenant-7
         """
-        asked = read_asked(prompt, messages, tokens, key, salt, needed=not everything and salt is None)
-        if everything and (asked.has_prompt or asked.keys is not None or salt is not None):
+        wanted = asked.read(needed=not own.everything and asked.salt is None)
+        if own.everything and wanted.body():
             raise ConfigError("--all: got a prompt, a key or a salt as well; allowed: one of them")
-        if nvme is None and redis is None:
-            body = asked.body() | _tiers(tier) | ({"all": True} if everything else {})
-            body |= {} if domain is None else {"domain": domain}
-            server = LiveServer(url, api_key, admin_token)
-            answer = server.post("/purge", body, admin=True, timeout_s=PURGE_TIMEOUT_S)
-        else:
-            with opened_place(nvme, redis) as place:
-                removed = reader_of(place, domain, model, load).purge(asked)
-            answer = {"removed": {"redis" if nvme is None else "nvme": removed}, "errors": {}}
-        if as_json:
+        tiers = _tiers(own.tier)
+        with opened_source(server, cache, load, offline) as source:
+            answer = source.purge(wanted, tiers)
+        if server.as_json:
             typer.echo(json.dumps(answer, indent=2))
         else:
             typer.echo("removed: " + (", ".join(f"{name} {n:,}" for name, n in answer["removed"].items()) or "nothing"))
@@ -157,11 +118,11 @@ def make_purge(load: LoadTextModel) -> Callable[..., None]:
         if answer["errors"]:
             raise typer.Exit(1)
 
-    return purge
+    return command(purge, AskedFlags, PurgeFlags, ServerFlags, OfflineFlags, CacheFlags)
 
 
-def _tiers(text: str | None) -> dict[str, Any]:
-    return {} if text is None else {"tiers": list(parse_tiers(text, "--tier"))}
+def _tiers(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(parse_tiers(text, "--tier"))
 
 
 def _tell_pins(answer: dict[str, Any], as_json: bool, before: str = "") -> None:

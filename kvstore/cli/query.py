@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -13,29 +14,11 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
-from pagetier.kvstore.cli.asked import (
-    DomainOption,
-    KeyOption,
-    LoadTextModel,
-    MessagesOption,
-    ModelOption,
-    PromptOption,
-    SaltOption,
-    TokensOption,
-    read_asked,
-)
-from pagetier.kvstore.cli.live import LiveServer
-from pagetier.kvstore.cli.options import (
-    DEFAULT_URL,
-    AdminTokenOption,
-    ApiKeyOption,
-    JsonOption,
-    NvmeOption,
-    RedisOption,
-    UrlOption,
-)
-from pagetier.kvstore.cli.sources import opened_place, reader_of
+from pagetier.kvstore.cli.asked import AskedFlags, LoadTextModel
+from pagetier.kvstore.cli.options import CacheFlags, OfflineFlags, ServerFlags
+from pagetier.kvstore.cli.sources import opened_source
 from pagetier.kvstore.config import format_size
+from pagetier.kvstore.flags import command
 
 SHOWN_CHARS = 40  # of a block's text
 OTHER_COLUMNS = 76  # what the others and the lines between them take, for a block in three tiers
@@ -44,34 +27,18 @@ OTHER_COLUMNS = 76  # what the others and the lines between them take, for a blo
 def make_query(load: LoadTextModel) -> Callable[..., None]:
     """The command, with whoever loads tokenizers."""
 
-    def query(
-        prompt: PromptOption = None,
-        messages: MessagesOption = None,
-        tokens: TokensOption = None,
-        key: KeyOption = None,
-        salt: SaltOption = None,
-        url: UrlOption = DEFAULT_URL,
-        nvme: NvmeOption = None,
-        redis: RedisOption = None,
-        model: ModelOption = None,
-        domain: DomainOption = None,
-        as_json: JsonOption = False,
-        api_key: ApiKeyOption = None,
-    ) -> None:
+    def query(asked: AskedFlags, server: ServerFlags, offline: OfflineFlags, cache: CacheFlags) -> None:
         """Show block by block where a prompt is cached: text, tiers, size, age, hits; and how much of it would hit.
 
-        Asks a live server, or reads an NVMe folder or a Redis without one. Changes nothing, hit counters included. Exit
-        code 1 when nothing is cached.
+        Asks a live server or a store service, or reads an NVMe folder or a Redis without one. Changes nothing, hit
+        counters included. Exit code 1 when nothing is cached.
 
         Example: pagetier query --prompt "You answer questions about geography in one short sentence."
         """
-        asked = read_asked(prompt, messages, tokens, key, salt)
-        if nvme is None and redis is None:
-            answer = LiveServer(url, api_key).post("/query", asked.body())
-        else:
-            with opened_place(nvme, redis) as place:
-                answer = reader_of(place, domain, model, load).query(asked)
-        if as_json:
+        wanted = asked.read()
+        with opened_source(server, cache, load, offline) as source:
+            answer = source.query(wanted)
+        if server.as_json:
             typer.echo(json.dumps(answer, ensure_ascii=False, indent=2))
         else:
             console = Console()
@@ -80,7 +47,7 @@ def make_query(load: LoadTextModel) -> Callable[..., None]:
         if not any(block["tiers"] for block in answer["blocks"]):
             raise typer.Exit(1)
 
-    return query
+    return command(query, AskedFlags, ServerFlags, OfflineFlags, CacheFlags)
 
 
 def query_table(answer: dict[str, Any], width: int) -> Table:
@@ -94,7 +61,7 @@ def query_table(answer: dict[str, Any], width: int) -> Table:
         span = block["tokens"]
         table.add_row(
             "?" if span is None else f"{span[0]}-{span[1]}",
-            " ".join(block["tiers"]) + (" (pinned)" if block.get("pinned") else "") or "-",
+            (" ".join(block["tiers"]) or "-") + (" (pinned)" if block.get("pinned") else ""),
             format_size(block["bytes"]) if block["tiers"] else "",
             age_text(block["age_s"]),
             "" if block["hits"] is None or not block["tiers"] else f"{block['hits']:,}",
@@ -129,32 +96,26 @@ def age_text(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
+@dataclass(frozen=True, slots=True)
+class TopFlags:
+    """Of `top` alone."""
+
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Prefixes shown.")] = 20
+
+
 def make_top(load: LoadTextModel) -> Callable[..., None]:
     """The command, with whoever loads tokenizers."""
 
-    def top(
-        limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Prefixes shown.")] = 20,
-        url: UrlOption = DEFAULT_URL,
-        nvme: NvmeOption = None,
-        redis: RedisOption = None,
-        model: ModelOption = None,
-        domain: DomainOption = None,
-        as_json: JsonOption = False,
-        api_key: ApiKeyOption = None,
-        admin_token: AdminTokenOption = None,
-    ) -> None:
+    def top(own: TopFlags, server: ServerFlags, offline: OfflineFlags, cache: CacheFlags) -> None:
         """Show the prefixes that were used most as a tree: a prefix, and below it how it goes on.
 
-        Without a server nobody knows of hits: then the longest come first.
+        In a folder or a Redis nobody counts hits: there the longest come first.
 
         Example: pagetier top --limit 10
         """
-        if nvme is None and redis is None:
-            answer = LiveServer(url, api_key, admin_token).get("/top", admin=True, limit=limit)
-        else:
-            with opened_place(nvme, redis) as place:
-                answer = reader_of(place, domain, model, load).top(limit)
-        if as_json:
+        with opened_source(server, cache, load, offline) as source:
+            answer = source.top(own.limit)
+        if server.as_json:
             typer.echo(json.dumps(answer, ensure_ascii=False, indent=2))
             return
         tree = Tree(f"domain {answer['domain'][:12]}")
@@ -164,7 +125,7 @@ def make_top(load: LoadTextModel) -> Callable[..., None]:
         if not answer["prefixes"]:
             typer.echo("Nothing is cached yet.")
 
-    return top
+    return command(top, TopFlags, ServerFlags, OfflineFlags, CacheFlags)
 
 
 def _grow(tree: Tree, prefix: dict[str, Any]) -> None:

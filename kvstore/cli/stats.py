@@ -1,11 +1,12 @@
-"""`pagetier stats`: hit rates by tier of a live server, once or as they change."""
+"""`pagetier stats`: hit rates by tier of a live server or a store service, once or as they change."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,43 +17,66 @@ from rich.table import Table
 from rich.text import Text
 
 from pagetier.kvstore.cli.live import LiveServer
-from pagetier.kvstore.cli.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
+from pagetier.kvstore.cli.options import ServerFlags
 from pagetier.kvstore.config import format_size
 from pagetier.kvstore.errors import PagetierError
 
+Ask = Callable[[], dict[str, Any]]
 
-def stats(
-    url: UrlOption = DEFAULT_URL,
-    as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until interrupted; into a pipe, a line each.")] = False,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
-    api_key: ApiKeyOption = None,
-) -> None:
+
+@dataclass(frozen=True, slots=True)
+class StatsFlags:
+    """Of `stats` alone."""
+
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until interrupted; into a pipe, a line each.")] = False
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0
+
+
+def stats(own: StatsFlags, server: ServerFlags) -> None:
     """Show hit rates by tier: which share of the looked-up prompt tokens came from where.
 
     A tier's rate is its hit tokens over all lookup tokens, so the tiers' rates add up to the total. With --watch, rates
-    are those since the last look.
+    are those since the last look. A store service answers for each cache that engines use it for.
 
     Example: pagetier stats --watch
     """
-    server = LiveServer(url, api_key)
-    if not watch:
-        answer = server.get("/stats")
-        if as_json:
-            typer.echo(json.dumps(answer, indent=2))
+    with _asking(server) as ask:
+        if not own.watch:
+            answer = ask()
+            if server.as_json:
+                typer.echo(json.dumps(answer, indent=2))
+            else:
+                Console().print(render(answer))
         else:
-            Console().print(render(answer))
-    elif as_json:
-        for look in _looks(server, interval):
+            _watch(_looks(ask, own.interval), server.as_json)
+
+
+def _watch(looks: Iterator[Look], as_json: bool) -> None:
+    """Until interrupted."""
+    if as_json:
+        for look in looks:
             typer.echo(json.dumps(look.checked()))
     elif sys.stdout.isatty():
         with Live(console=Console(), auto_refresh=False) as live:
-            for look in _looks(server, interval):
+            for look in looks:
                 live.update(_watched(look), refresh=True)
     else:
-        for look in _looks(server, interval):
+        for look in looks:
             for line in watch_lines(look):
                 typer.echo(line)
+
+
+@contextlib.contextmanager
+def _asking(server: ServerFlags) -> Iterator[Ask]:
+    """What answers like `GET /stats`."""
+    if server.store is None:
+        live = LiveServer(server.url, server.api_key)
+        yield lambda: live.get("/stats")
+        return
+    from pagetier.kvstore.cli.store_place import StorePlace  # gRPC takes a while to load
+
+    with contextlib.closing(StorePlace(server.store)) as place:
+        yield place.stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +99,7 @@ class Look:
         return self.answer
 
 
-def _looks(server: LiveServer, interval_s: float) -> Iterator[Look]:
+def _looks(ask: Ask, interval_s: float) -> Iterator[Look]:
     """Ask again and again; one that does not answer is told and asked again, since servers are restarted."""
     before: dict[str, Any] | None = None
     last_s = time.monotonic()
@@ -83,7 +107,7 @@ def _looks(server: LiveServer, interval_s: float) -> Iterator[Look]:
         now_s = time.monotonic()
         answer, failed = None, None
         try:
-            answer = server.get("/stats")
+            answer = ask()
         except PagetierError as error:
             failed = error
         yield Look(answer, failed, before, time.time(), max(1e-9, now_s - last_s))
@@ -162,12 +186,24 @@ def _watched(look: Look) -> RenderableType:
     """The live table: totals, and beside them what happened since the last look."""
     if look.answer is None:
         return Text(str(look.error), style="red")
-    return Group(*(_table(one, Change(one, _before(one, look.before), look.passed_s)) for one in _domains(look.answer)))
+    changes = [Change(one, _before(one, look.before), look.passed_s) for one in _domains(look.answer)]
+    return Group(*(_table(change.now, change) for change in changes), *_of_service(look.answer))
 
 
 def render(answer: dict[str, Any]) -> RenderableType:
     """The stats of one server, or of each domain of a store, as tables."""
-    return Group(*(_table(one) for one in _domains(answer)))
+    return Group(*(_table(one) for one in _domains(answer)), *_of_service(answer))
+
+
+def _of_service(answer: dict[str, Any]) -> Iterator[Text]:
+    """What a store says of itself."""
+    service = answer.get("service")
+    if service is None:
+        return
+    if not answer["domains"]:
+        yield Text("No engine has used this store since it started; serve with --kv-store-url to use it.")
+    window = f"{format_size(service['window_bytes'])} of {format_size(service['window_capacity_bytes'])}"
+    yield Text(f"clients {service['sessions']:,}, slots on loan {service['leases']:,}, window in use {window}")
 
 
 def _table(one: dict[str, Any], change: Change | None = None) -> Table:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pagetier.kvstore.admin import BlockInfo
+from pagetier.kvstore.admin import BlockInfo, PurgeResult, refuse_other_tiers
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import Files, close_quietly, read_bytes
@@ -25,6 +25,8 @@ TIER = "nvme"
 
 class FolderReading:
     """One folder as it was when this began. Raises ConfigError for a path that is no folder of an NVMe tier."""
+
+    counts_hits = False
 
     def __init__(self, path: Path, files: Files | None = None) -> None:
         self.path, self._files = path, files or Files()
@@ -62,9 +64,12 @@ class FolderReading:
         """Every block of a domain."""
         return [info for _, info, header in self._described(list(self._places)) if header.domain == domain]
 
-    def purge(self, domain: bytes, keys: Collection[bytes] | None, root: bytes | None) -> int:
-        """Remove a domain's records: all, those of `keys`, or those below `root`; how many. Raises ConfigError while a
-        process writes to the folder."""
+    def purge(
+        self, domain: bytes, keys: Collection[bytes] | None, root: bytes | None, tiers: Collection[str] = ()
+    ) -> PurgeResult:
+        """Remove a domain's records: all, those of `keys`, or those below `root`. Raises ConfigError while a process
+        writes to the folder, and for other tiers than this."""
+        refuse_other_tiers(TIER, tiers)
         self._refuse_used()
         num_removed = 0
         for segment in self._catalog.segments():
@@ -77,7 +82,7 @@ class FolderReading:
                     pages.append(place.page)
             self._catalog.mark(segment, pages, DELETED)
             num_removed += len(pages)
-        return num_removed
+        return PurgeResult({TIER: num_removed})
 
     def close(self) -> None:
         """Let go of all files. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from pagetier.kvstore.admin import BlockInfo
+from pagetier.kvstore.admin import BlockInfo, PurgeResult, refuse_other_tiers
 from pagetier.kvstore.block import KEY_BYTES, Address, BlockName
 from pagetier.kvstore.config import without_login
 from pagetier.kvstore.errors import ConfigError
@@ -18,6 +18,8 @@ DESCRIBE_KEYS = 4096  # asked about at once
 
 class RedisReading:
     """The servers at one URL. Methods raise TierUnavailable when they do not answer."""
+
+    counts_hits = False
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown = without_login(url)
@@ -43,10 +45,14 @@ class RedisReading:
         """Every block of a domain."""
         return [info for info in self.blocks(domain, list(self._addresses(domain))) if info.tiers]
 
-    def purge(self, domain: bytes, keys: Collection[bytes] | None, root: bytes | None) -> int:
-        """Remove a domain's records; how many."""
+    def purge(
+        self, domain: bytes, keys: Collection[bytes] | None, root: bytes | None, tiers: Collection[str] = ()
+    ) -> PurgeResult:
+        """Remove a domain's records. Raises ConfigError for other tiers than this."""
+        refuse_other_tiers(TIER, tiers)
         deadline_s = self._clock() + ANSWER_S
-        return self._tier.namespaces().purge(domain, deadline_s, keys=keys, root=root).num_removed
+        done = self._tier.namespaces().purge(domain, deadline_s, keys=keys, root=root)
+        return PurgeResult({TIER: done.num_removed})
 
     def close(self) -> None:
         """Let go of the connections. Idempotent."""

@@ -12,31 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagetier.kvstore import places
-from pagetier.kvstore.config import (
-    EMBEDDED,
-    WARMUP_HELP,
-    StoreConfig,
-    default_redis_url,
-    format_size,
-    parse_size,
-    parse_tiers,
-)
+from pagetier.kvstore.config import StoreConfig, format_size, parse_size, parse_tiers
 from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.flags import command
+from pagetier.kvstore.tier_flags import TierFlags, tier_option
 
 if TYPE_CHECKING:
     from pagetier.kvstore.service.server import ServiceConfig, StoreServer
 
-LISTEN, TIERS = "Who may ask", "Tiers"
+LISTEN = "Who may ask"
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's command."""
-    app.command("store")(command(store, StoreFlags))
+    app.command("store")(command(store, StoreFlags, TierFlags))
 
 
-def _option(*names: str, panel: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, help=text, **more)
+def _option(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=LISTEN, help=text, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,64 +38,32 @@ class StoreFlags:
 
     socket: Annotated[
         Path | None,
-        _option("--socket", panel=LISTEN, text="Unix socket, for this user; default: store/store.sock in the cache."),
+        _option("--socket", text="Unix socket, for this user; default: store/store.sock in the cache."),
     ] = None
-    listen: Annotated[
-        str | None, _option("--listen", panel=LISTEN, text="host:port for TCP as well; needs a token, and TLS.")
-    ] = None
+    listen: Annotated[str | None, _option("--listen", text="host:port for TCP as well; needs a token, and TLS.")] = None
     token_file: Annotated[
-        Path | None, _option("--token-file", panel=LISTEN, text="File with the secret that every call must bring.")
+        Path | None, _option("--token-file", text="File with the secret that every call must bring.")
     ] = None
-    tls_cert: Annotated[Path | None, _option("--tls-cert", panel=LISTEN, text="PEM certificate of this store.")] = None
-    tls_key: Annotated[Path | None, _option("--tls-key", panel=LISTEN, text="Its PEM key.")] = None
+    tls_cert: Annotated[Path | None, _option("--tls-cert", text="PEM certificate of this store.")] = None
+    tls_key: Annotated[Path | None, _option("--tls-key", text="Its PEM key.")] = None
     tls_client_ca: Annotated[
-        Path | None, _option("--tls-client-ca", panel=LISTEN, text="PEM; clients must show a certificate of this CA.")
+        Path | None, _option("--tls-client-ca", text="PEM; clients must show a certificate of this CA.")
     ] = None
     window_size: Annotated[
-        str, _option("--window-size", panel=LISTEN, text="Memory that blocks travel through; a client: a quarter.")
+        str, _option("--window-size", text="Memory that blocks travel through; a client: a quarter.")
     ] = "256MiB"
     shutdown_timeout: Annotated[
-        float, _option("--shutdown-timeout", panel=LISTEN, text="Seconds to write queued blocks at the end.", min=0)
+        float, _option("--shutdown-timeout", text="Seconds to write queued blocks at the end.", min=0)
     ] = 10.0
     stop_embedded: Annotated[
-        bool, _option("--stop-embedded", panel=LISTEN, text="End the embedded Valkey of this cache folder, and exit.")
+        bool, _option("--stop-embedded", text="End the embedded Valkey of this cache folder, and exit.")
     ] = False
 
-    kv_tier: Annotated[str, _option("--kv-tier", panel=TIERS, text="Fastest first, e.g. host,nvme,redis.")] = (
-        "host,nvme"
-    )
-    kv_host_size: Annotated[str, _option("--kv-host-size", panel=TIERS, text="Of the host tier.")] = "1GiB"
-    kv_nvme_path: Annotated[
-        Path | None, _option("--kv-nvme-path", panel=TIERS, text="Folder; default: nvme in the cache folder.")
-    ] = None
-    kv_nvme_size: Annotated[str, _option("--kv-nvme-size", panel=TIERS, text="Cap, e.g. 20GiB.")] = "20GiB"
-    kv_nvme_io: Annotated[str, _option("--kv-nvme-io", panel=TIERS, text="auto, direct or buffered.")] = "auto"
-    kv_nvme_fsync: Annotated[str, _option("--kv-nvme-fsync", panel=TIERS, text="none, segment or always.")] = "segment"
-    kv_nvme_scrub: Annotated[
-        str, _option("--kv-nvme-scrub", panel=TIERS, text="Bytes a second re-read to find damage; 0: none.")
-    ] = "0"
-    kv_nvme_allow_unsafe: Annotated[
-        bool, _option("--kv-nvme-allow-unsafe", panel=TIERS, text="Take a path in memory, or one all may write to.")
-    ] = False
-    kv_redis_url: Annotated[
-        str | None,
-        _option("--kv-redis-url", panel=TIERS, text=f"As for serve; default: $REDIS_URL, else {EMBEDDED}."),
-    ] = None
-    kv_redis_size: Annotated[str, _option("--kv-redis-size", panel=TIERS, text="Of the embedded server.")] = "4GiB"
-    kv_redis_ttl: Annotated[int, _option("--kv-redis-ttl", panel=TIERS, text="Seconds a block lives unused.")] = 86_400
-    kv_redis_linger: Annotated[
-        float, _option("--kv-redis-linger", panel=TIERS, text="Seconds the embedded server outlives its last user.")
-    ] = 600.0
-    kv_load_budget_ms: Annotated[
-        float, _option("--kv-load-budget-ms", panel=TIERS, text="A request's longest wait for tiers.")
-    ] = 1000.0
-    kv_warmup: Annotated[str, _option("--kv-warmup", panel=TIERS, text=WARMUP_HELP)] = "0"
-    kv_mac_key: Annotated[
-        Path | None, _option("--kv-mac-key", panel=TIERS, text="Secret that NVMe and Redis records are made with.")
-    ] = None
+    kv_tier: Annotated[str, tier_option("--kv-tier", text="Tiers, fastest first, e.g. host,nvme,redis.")] = "host,nvme"
+    kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Of the host tier.")] = "1GiB"
 
 
-def store(flags: StoreFlags) -> None:
+def store(flags: StoreFlags, tiers: TierFlags) -> None:
     """Keep KV blocks for all engines of this host, of one or several models, behind one socket.
 
     Engines use it with `pagetier serve --kv-store-url local`; on this host blocks pass through shared memory. It may be
@@ -115,35 +76,20 @@ def store(flags: StoreFlags) -> None:
     if flags.stop_embedded:
         _stop_embedded()
         return
-    config = service_config(flags)
+    config = service_config(flags, tiers)
     asyncio.run(_serve(config))
 
 
-def service_config(flags: StoreFlags) -> ServiceConfig:
+def service_config(flags: StoreFlags, tiers: TierFlags) -> ServiceConfig:
     """What the flags say. Raises ConfigError."""
     from pagetier.kvstore.service.address import read_token
     from pagetier.kvstore.service.server import ServiceConfig
 
-    tiers = parse_tiers(flags.kv_tier)
-    if not tiers:
+    names = parse_tiers(flags.kv_tier)
+    if not names:
         raise ConfigError.bad_value("--kv-tier", flags.kv_tier, "one or more of host, nvme, redis")
-    own = StoreConfig(
-        tiers=tiers,
-        host_size=parse_size(flags.kv_host_size, "--kv-host-size") if "host" in tiers else 0,
-        nvme_path=None if flags.kv_nvme_path is None else flags.kv_nvme_path.expanduser().absolute(),
-        nvme_size=parse_size(flags.kv_nvme_size, "--kv-nvme-size"),
-        nvme_io=flags.kv_nvme_io,
-        nvme_fsync=flags.kv_nvme_fsync,
-        nvme_scrub=parse_size(flags.kv_nvme_scrub, "--kv-nvme-scrub"),
-        nvme_allow_unsafe=flags.kv_nvme_allow_unsafe,
-        redis_url=flags.kv_redis_url or default_redis_url(),
-        redis_size=parse_size(flags.kv_redis_size, "--kv-redis-size"),
-        redis_ttl_s=flags.kv_redis_ttl,
-        redis_linger_s=flags.kv_redis_linger,
-        load_budget_s=flags.kv_load_budget_ms / 1e3,
-        warmup=parse_size(flags.kv_warmup, "--kv-warmup"),
-        mac_key_file=flags.kv_mac_key,
-    )
+    host_size = parse_size(flags.kv_host_size, "--kv-host-size") if "host" in names else 0
+    own = StoreConfig(tiers=names, host_size=host_size, **tiers.store_fields())
     return ServiceConfig(
         store=own,
         socket=None if flags.socket is None else flags.socket.expanduser().absolute(),

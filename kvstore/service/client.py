@@ -47,6 +47,11 @@ class StoreClient:
         self._channel = address.channel()
         self._stub = KVStoreStub(self._channel)
 
+    @property
+    def shown(self) -> str:
+        """The address as it may be shown."""
+        return self.address.shown
+
     def query(self, keys: Sequence[bytes]) -> list[BlockInfo]:
         with self._told():
             reply = self._ask(self._stub.Query, pb.QueryRequest(domain=self.domain, keys=keys))
@@ -96,7 +101,7 @@ class StoreClient:
                 domain=self.domain, keys=keys or (), root=root or b"", tiers=tiers or (), all=is_all
             )
             reply = self._ask(self._stub.Purge, request, PURGE_TIMEOUT_S)
-            return PurgeResult(dict(reply.removed), dict(reply.errors))
+            return PurgeResult(dict(sorted(reply.removed.items())), dict(sorted(reply.errors.items())))
 
     def measure(self) -> dict[str, TierSpeed]:
         with self._told():
@@ -140,7 +145,7 @@ class StoreClient:
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """Turn every failure of a call into one line."""
-        place = self.address.text.partition("?")[0]
+        place = self.shown
         try:
             yield
         except grpc.RpcError as error:
@@ -149,11 +154,13 @@ class StoreClient:
             if code in USAGE:
                 raise ConfigError(f"the store at {place}: {details}") from None
             if code is grpc.StatusCode.UNAUTHENTICATED:
-                raise PagetierError(f"the store at {place} asks for its token; give --token-file") from None
-            if code is grpc.StatusCode.UNAVAILABLE:
+                refused = "asks for a token" if self.address.token is None else "refuses the token"
                 raise PagetierError(
-                    f"no store answers at {place} ({details}); start one with 'pagetier store', or give its address"
+                    f"the store at {place} {refused}; name the file that its --token-file has: {place}?token_file=FILE"
                 ) from None
+            if code is grpc.StatusCode.UNAVAILABLE:
+                reason, step = self.address.explain(details)
+                raise PagetierError(f"no store answers at {place}: {reason}; {step}") from None
             raise PagetierError(f"the store at {place} failed: {details}") from None
         except (ProtocolError, ValueError, TypeError, AttributeError) as error:
             raise PagetierError(f"{place} is not a Pagetier store of this version ({error})") from None

@@ -166,7 +166,9 @@ class Link:
 
     def _complain(self, error: Exception) -> None:
         """One log line for each new trouble."""
-        trouble = error.details() or str(error.code()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        trouble = str(error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            trouble = "; ".join(self.address.explain(error.details() or error.code().name))
         if not self._trouble and not self._is_closing:
             logger.warning(
                 "the store at %s is not reached (%s); hits end at the device, and it is tried again",

@@ -149,7 +149,7 @@ def from_pins(reply: pb.PinReply) -> list[PinInfo]:
             raise ProtocolError("a pin without blocks")
         expires_s = one.expires_s if one.HasField("expires_s") else None
         pin = Pin(key_field(one.domain, "domain"), names, tuple(one.tiers), expires_s)
-        infos.append(PinInfo(pin, dict(one.held)))
+        infos.append(PinInfo(pin, dict(sorted(one.held.items()))))  # a map has no order of its own
     return infos
 
 

@@ -8,6 +8,7 @@ import hmac
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.pins import PinFile
 from pagetier.kvstore.service.lease_socket import LeaseServer, is_answered
 from pagetier.kvstore.service.leases import WINDOW_BYTES, Window
+from pagetier.kvstore.service.refusals import RefusingInterceptor
 from pagetier.kvstore.service.servicer import StoreServicer
 from pagetier.kvstore.service.sessions import Sessions
 from pagetier.kvstore.service.tiers import TierSet
@@ -84,6 +86,19 @@ def default_socket() -> Path:
     return places.store_dir() / "store.sock"
 
 
+def refuse_unusable(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Raise ConfigError for files that are no certificate and its key, which gRPC would not tell apart from a port that
+    is taken; OSError for those that cannot be read."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except ssl.SSLError as error:
+        reason = (error.reason or "not PEM").replace("_", " ").lower()
+        raise ConfigError(f"--tls-cert, --tls-key, --tls-client-ca: no certificate and its key ({reason})") from None
+
+
 class StoreServer:
     """One service. All methods on one event loop."""
 
@@ -141,7 +156,9 @@ class StoreServer:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.so_reuseport", 0),
         ]
-        interceptors = [_TokenInterceptor(self.config.token)] if self.config.token is not None else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefusingInterceptor(SERVICE)]
+        if self.config.token is not None:
+            interceptors.insert(0, _TokenInterceptor(self.config.token))
         server = grpc.aio.server(interceptors=interceptors, options=options)
         add_KVStoreServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -162,12 +179,13 @@ class StoreServer:
             if self.config.tls_cert is None or self.config.tls_key is None:
                 self.port = server.add_insecure_port(address)
                 return
+            refuse_unusable(self.config.tls_cert, self.config.tls_key, self.config.client_ca)
             ca = None if self.config.client_ca is None else self.config.client_ca.read_bytes()
             pair = (self.config.tls_key.read_bytes(), self.config.tls_cert.read_bytes())
             credentials = grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
             self.port = server.add_secure_port(address, credentials)
         except OSError as error:
-            raise ConfigError(f"--tls-cert, --tls-key: cannot be read ({error})") from None
+            raise ConfigError(f"--tls-cert, --tls-key, --tls-client-ca: cannot be read ({error.strerror})") from None
         except RuntimeError as error:
             raise ConfigError(f"--listen: cannot listen on {address} ({error}); choose another one") from None
 

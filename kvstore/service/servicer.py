@@ -1,6 +1,7 @@
 """The rpcs of `KVStore`: requests checked, sessions found, answers made. Loop thread only.
 
-What is wrong with a request becomes a gRPC status here and nowhere else; what a tier does is part of the answer.
+What is wrong with a request is raised, and becomes a gRPC status elsewhere (refusals.py); what a tier does is part of
+the answer.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, TypeAlias
+from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
 
-from pagetier.kvstore.errors import CapacityError, ClosedError, ConfigError, PagetierError, ProtocolError
+from pagetier.kvstore.errors import CapacityError, ProtocolError
 from pagetier.kvstore.service.leases import Holder, Window, refuse_large
 from pagetier.kvstore.service.messages import (
     MAX_BLOCKS,
@@ -27,6 +27,7 @@ from pagetier.kvstore.service.messages import (
     to_prefixes,
     to_stored_block,
 )
+from pagetier.kvstore.service.refusals import UnknownNumber
 from pagetier.kvstore.service.sessions import Session, Sessions
 from pagetier.kvstore.service.tiers import Space, TierSet
 from pagetier.kvstore.service.transfers import Background, LoadStream, PutStream
@@ -46,36 +47,6 @@ EVENTS_BATCH = 64
 KNOWN_BLOCKS = 1024
 
 
-class _Refused(Exception):
-    """A request that cannot be answered, and the gRPC status for it."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turns our errors into refusals."""
-    try:
-        yield
-    except ProtocolError as error:
-        raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-    except CapacityError as error:
-        raise _Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
-    except ClosedError as error:
-        raise _Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from None
-    except ConfigError as error:
-        raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
-    except PagetierError as error:
-        raise _Refused(grpc.StatusCode.INTERNAL, str(error)) from None
-
-
-async def _abort(context: Context, refused: _Refused) -> NoReturn:
-    await context.abort(refused.code, str(refused))
-    raise AssertionError("abort raises")
-
-
 class StoreServicer(KVStoreServicer):
     """Over one set of tiers. `lease_socket`: the path that shared memory is offered on, empty for none."""
 
@@ -87,11 +58,7 @@ class StoreServicer(KVStoreServicer):
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachReply]:
-        try:
-            with _refusals():
-                session = self._new_session(request)
-        except _Refused as refused:
-            await _abort(context, refused)
+        session = self._new_session(request)
         try:
             shared = bool(request.shared and self._lease_socket)
             reply = self._report(session.space)
@@ -130,19 +97,15 @@ class StoreServicer(KVStoreServicer):
     def _session(self, secret: bytes) -> Session:
         session = self._sessions.find(secret)
         if session is None:
-            raise _Refused(grpc.StatusCode.NOT_FOUND, "no such session; attach anew")
+            raise UnknownNumber("no such session; attach anew")
         return session
 
     # -- the engine's verbs --------------------------------------------------------------------------------------------
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
-        try:
-            with _refusals():
-                session, names = self._session(request.session), from_chain(request.chain)
-                done = await session.space.lookup(names)
-                session.enter(done.ticket, names[: len(done.tiers)], done.tiers)
-        except _Refused as refused:
-            await _abort(context, refused)
+        session, names = self._session(request.session), from_chain(request.chain)
+        done = await session.space.lookup(names)
+        session.enter(done.ticket, names[: len(done.tiers)], done.tiers)
         reply = pb.LookupReply(ticket=done.ticket)
         for tier in done.tiers:
             if reply.runs and reply.runs[-1].tier == tier:
@@ -152,136 +115,89 @@ class StoreServicer(KVStoreServicer):
         return reply
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> AsyncIterator[pb.LoadReply]:
-        try:
-            with _refusals():
-                session = self._session(request.session)
-                ticket = session.tickets.get(request.ticket)
-                if ticket is None:
-                    raise _Refused(grpc.StatusCode.NOT_FOUND, f"no ticket {request.ticket}")
-                stream = LoadStream(session, ticket, request.ticket, self._window, self.background)
-                async for reply in stream.run(request, self._tiers.host):
-                    yield reply
-        except _Refused as refused:
-            await _abort(context, refused)
+        session = self._session(request.session)
+        ticket = session.tickets.get(request.ticket)
+        if ticket is None:
+            raise UnknownNumber(f"no ticket {request.ticket}")
+        stream = LoadStream(session, ticket, request.ticket, self._window, self.background)
+        async for reply in stream.run(request, self._tiers.host):
+            yield reply
 
     async def Put(self, request_iterator: AsyncIterator[pb.PutRequest], context: Context) -> AsyncIterator[pb.PutReply]:
-        try:
-            with _refusals():
-                requests = aiter(request_iterator)
-                first = await anext(requests, None)
-                if first is None:
-                    raise ProtocolError("a Put begins with an offer")
-                stream = PutStream(self._session(first.session), self._window, self.background)
-                async for reply in stream.run(first, requests):
-                    yield reply
-        except _Refused as refused:
-            await _abort(context, refused)
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            raise ProtocolError("a Put begins with an offer")
+        stream = PutStream(self._session(first.session), self._window, self.background)
+        async for reply in stream.run(first, requests):
+            yield reply
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchReply:
-        try:
-            with _refusals():
-                self._session(request.session).space.store.touch(from_chain(request.chain))
-        except _Refused as refused:
-            await _abort(context, refused)
+        self._session(request.session).space.store.touch(from_chain(request.chain))
         return pb.TouchReply()
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
-        try:
-            session = self._session(request.session)
-            for ticket in request.tickets:
-                session.release(ticket)
-        except _Refused as refused:
-            await _abort(context, refused)
+        session = self._session(request.session)
+        for ticket in request.tickets:
+            session.release(ticket)
         return pb.ReleaseReply()
 
     async def Quarantine(self, request: pb.QuarantineRequest, context: Context) -> pb.QuarantineReply:
-        try:
-            with _refusals():
-                self._session(request.session).space.store.quarantine(from_chains(request.chains))
-        except _Refused as refused:
-            await _abort(context, refused)
+        self._session(request.session).space.store.quarantine(from_chains(request.chains))
         return pb.QuarantineReply()
 
     # -- people's questions --------------------------------------------------------------------------------------------
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
-        try:
-            with _refusals():
-                space, names = await self._space(request.domain), from_chain(request.chain)
-                admin, ttl_s = space.store.admin, request.ttl_s or None
-                info = await asyncio.to_thread(admin.pin, names, ttl_s, list(request.tiers))
-        except _Refused as refused:
-            await _abort(context, refused)
+        space, names = await self._space(request.domain), from_chain(request.chain)
+        admin, ttl_s = space.store.admin, request.ttl_s or None
+        info = await asyncio.to_thread(admin.pin, names, ttl_s, list(request.tiers))
         return to_pins([info])
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PinReply:
-        try:
-            with _refusals():
-                admin = (await self._space(request.domain)).store.admin
-                if request.pins or request.all:
-                    wanted = None if request.all else list(request.pins)
-                    infos = await asyncio.to_thread(admin.unpin, wanted)
-                else:
-                    infos = await asyncio.to_thread(admin.pins)
-        except _Refused as refused:
-            await _abort(context, refused)
+        admin = (await self._space(request.domain)).store.admin
+        if request.pins or request.all:
+            wanted = None if request.all else list(request.pins)
+            infos = await asyncio.to_thread(admin.unpin, wanted)
+        else:
+            infos = await asyncio.to_thread(admin.pins)
         return to_pins(infos)
 
     async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
-        try:
-            with _refusals():
-                keys = [key_field(key, "keys") for key in request.keys] or None
-                root = key_field(request.root, "root") if request.root else None
-                if (keys is None and root is None) != request.all:
-                    raise ProtocolError("purge: give keys or a root, or else all")
-                admin = (await self._space(request.domain)).store.admin
-                tiers = list(request.tiers) or None
-                result = await asyncio.to_thread(lambda: admin.purge(keys=keys, root=root, tiers=tiers))
-        except _Refused as refused:
-            await _abort(context, refused)
+        keys = [key_field(key, "keys") for key in request.keys] or None
+        root = key_field(request.root, "root") if request.root else None
+        if (keys is None and root is None) != request.all:
+            raise ProtocolError("purge: give keys or a root, or else all")
+        admin = (await self._space(request.domain)).store.admin
+        tiers = list(request.tiers) or None
+        result = await asyncio.to_thread(lambda: admin.purge(keys=keys, root=root, tiers=tiers))
         return pb.PurgeReply(removed=result.removed, errors=result.errors)
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryReply:
-        try:
-            with _refusals():
-                if len(request.keys) > MAX_BLOCKS:
-                    raise CapacityError(f"keys: got {len(request.keys)}; allowed: {MAX_BLOCKS}")
-                keys = [key_field(key, "keys") for key in request.keys]
-                space = await self._space(request.domain)
-                infos = await asyncio.to_thread(space.store.admin.query, keys)
-        except _Refused as refused:
-            await _abort(context, refused)
+        if len(request.keys) > MAX_BLOCKS:
+            raise CapacityError(f"keys: got {len(request.keys)}; allowed: {MAX_BLOCKS}")
+        keys = [key_field(key, "keys") for key in request.keys]
+        space = await self._space(request.domain)
+        infos = await asyncio.to_thread(space.store.admin.query, keys)
         return pb.QueryReply(domain=space.domain, blocks=[to_stored_block(info) for info in infos])
 
     async def Known(self, request: pb.KnownRequest, context: Context) -> AsyncIterator[pb.QueryReply]:
-        try:
-            with _refusals():
-                space = await self._space(request.domain)
-                infos = await asyncio.to_thread(space.store.admin.known)
-        except _Refused as refused:
-            await _abort(context, refused)
+        space = await self._space(request.domain)
+        infos = await asyncio.to_thread(space.store.admin.known)
         for first in range(0, len(infos), KNOWN_BLOCKS):
             blocks = [to_stored_block(info) for info in infos[first : first + KNOWN_BLOCKS]]
             yield pb.QueryReply(domain=space.domain, blocks=blocks)
 
     async def Top(self, request: pb.TopRequest, context: Context) -> pb.TopReply:
-        try:
-            with _refusals():
-                if not 1 <= request.limit <= MAX_TOP:
-                    raise ProtocolError(f"limit: got {request.limit}; allowed: 1 to {MAX_TOP}")
-                space = await self._space(request.domain)
-                forest = await asyncio.to_thread(space.store.admin.top, request.limit)
-        except _Refused as refused:
-            await _abort(context, refused)
+        if not 1 <= request.limit <= MAX_TOP:
+            raise ProtocolError(f"limit: got {request.limit}; allowed: 1 to {MAX_TOP}")
+        space = await self._space(request.domain)
+        forest = await asyncio.to_thread(space.store.admin.top, request.limit)
         return pb.TopReply(domain=space.domain, prefixes=to_prefixes(forest))
 
     async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.MeasureReply:
-        try:
-            with _refusals():
-                space = await self._space(request.domain)
-                speeds = await asyncio.to_thread(space.store.admin.measure)
-        except _Refused as refused:
-            await _abort(context, refused)
+        measure = (await self._space(request.domain)).store.admin.measure if request.domain else self._tiers.measure
+        speeds = await asyncio.to_thread(measure)
         fields = {name: speed.as_dict() for name, speed in speeds.items()}
         return pb.MeasureReply(speeds_json=json.dumps(fields))
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from pagetier.kvstore import places
 from pagetier.kvstore.block import BlockName, BlockStatus, Part
+from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import StoreConfig
 from pagetier.kvstore.errors import CapacityError, ConfigError
 from pagetier.kvstore.executor import Executor, Task, ThreadPool
@@ -23,7 +24,9 @@ from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.hot import HotFile
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
+from pagetier.kvstore.measure import TierSpeed, measure_tier
 from pagetier.kvstore.pins import PinFile
+from pagetier.kvstore.port import tier_stats
 from pagetier.kvstore.redis.tier import RedisTier
 from pagetier.kvstore.store import TieredStore, open_tiers
 from pagetier.kvstore.tier import Tier, TierCounters
@@ -31,6 +34,7 @@ from pagetier.kvstore.watch import Watch
 
 MAX_SPACES = 64  # cache identities times parts; a store and a few threads' work queues each
 IDLE_PUMP_S = 0.02  # how late a deadline may be noticed
+MEASURED_PART, MEASURED_BYTES = Part(0, 0, 1, 0, 1), 512 << 10  # where no engine says what its blocks are
 NO_DOMAIN = bytes(32)  # of tiers that are opened before anybody says what for
 
 
@@ -291,9 +295,23 @@ class TierSet:
             found.update(tier.identities())
         return found
 
+    def measure(self) -> dict[str, TierSpeed]:
+        """How fast each tier is now, for blocks as large as the largest that are served. Blocks on I/O."""
+        nbytes = max((space.payload_bytes for space in self.spaces.values()), default=MEASURED_BYTES)
+        return {tier.name: measure_tier(tier, MEASURED_PART, nbytes) for tier in self.tiers}
+
     def stats(self) -> dict[str, Any]:
-        """The shape of `GET /stats` for a store that holds several identities."""
-        return {"domains": [space.stats() for space in self.spaces.values()]}
+        """The shape of `GET /stats` for a store that holds several identities, and each tier as a whole."""
+        domains = [space.stats() for space in self.spaces.values()]
+        tiers = {}
+        for tier in self.tiers:
+            states = {domain["tiers"][tier.name]["breaker"] for domain in domains}
+            counters = tier.counters()
+            is_open = counters.is_down or BreakerState.OPEN in states
+            worst = BreakerState.HALF_OPEN if BreakerState.HALF_OPEN in states else BreakerState.CLOSED
+            tiers[tier.name] = tier_stats(counters, BreakerState.OPEN if is_open else worst)
+        tiers |= {name: tier_stats(TierCounters(), BreakerState.OPEN) for name in self.left_out}
+        return {"domains": domains, "tiers": tiers}
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""

@@ -55,6 +55,7 @@ app.command("bench")(bench)
 
 def main() -> None:
     """Run the command line and exit."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines say what ours say
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

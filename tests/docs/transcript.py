@@ -1,4 +1,4 @@
-"""The transcript in docs/cli.md: its console blocks, run against a live server, and what of their output may differ.
+"""The transcript in docs/cli.md: its console blocks, run against a live server and a store, and what may differ.
 
 `python -m tests.docs.transcript` runs them and writes what they print into the document.
 """
@@ -22,6 +22,7 @@ import httpx
 
 from pagetier.cli import main as pagetier
 from tests.engine.server.real_server import real_server
+from tests.kvstore.service.store_process import store_process
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 URL = "http://127.0.0.1:8000"
@@ -59,12 +60,12 @@ def blocks(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 @contextlib.contextmanager
 def served() -> Iterator[tuple[str, Path]]:
-    """The server that the document starts; its address and its cache folder."""
+    """The server and the store that the document starts; the server's address and their cache folder."""
     with tempfile.TemporaryDirectory(prefix="pt-", dir=os.environ.get("PAGETIER_TEST_DIR")) as folder:
         cache = Path(folder)
         # the embedded Valkey ends soon after its last user
         flags = ("--kv-tier", "nvme,redis", "--kv-redis-linger", "1", "--kv-nvme-allow-unsafe", "--dtype", "float32")
-        with real_server(cache, *flags) as server:
+        with real_server(cache, *flags) as server, store_process(cache, "--kv-host-size", "64MiB"):
             yield server.url, cache
             server.stop()
 

@@ -5,10 +5,8 @@ the right tier, as `query` says before and `stats` after. The store may be kille
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import httpx
 import pytest
 
 from tests.engine.server.real_server import RealServer, real_server
+from tests.kvstore.service.store_process import store_process
 from tests.kvstore.valkey import own_valkey, short_dir
 
 SYSTEM = " ".join(f"Rule {i}: the keeper of house {i} answers in one short sentence." for i in range(140))
@@ -31,20 +30,9 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def store_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """`pagetier store` as a user starts it."""
-    command = [sys.executable, "-m", "pagetier.cli", "store", "--socket", str(folder / "s")]
-    command += ["--kv-tier", "host,nvme", "--kv-host-size", "512MiB", "--kv-nvme-path", str(folder / "nvme")]
-    command += ["--kv-nvme-size", "1GiB", "--kv-nvme-allow-unsafe"]
-    environment = os.environ | {"PAGETIER_CACHE_DIR": str(folder)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            assert "store ready at" in process.stderr.readline()
-            yield process
-        finally:
-            process.kill()
+def store_in(folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    flags = ("--socket", str(folder / "s"), "--kv-tier", "host,nvme", "--kv-host-size", "512MiB")
+    return store_process(folder, *flags, "--kv-nvme-path", str(folder / "nvme"), "--kv-nvme-size", "1GiB")
 
 
 def serve(folder: Path, *flags: str) -> contextlib.AbstractContextManager[RealServer]:
@@ -101,7 +89,7 @@ def share(first: RealServer, second: RealServer, tier: str) -> int:
 def test_two_servers_share_a_prompt_through_one_store_which_may_be_killed(folder: Path) -> None:
     flags = ("--kv-store-url", f"unix://{folder}/s")
     with contextlib.ExitStack() as servers:
-        with store_process(folder) as store:
+        with store_in(folder) as store:
             first = servers.enter_context(serve(folder, *flags))
             second = servers.enter_context(serve(folder, *flags))
             expected = share(first, second, "host")
@@ -109,7 +97,7 @@ def test_two_servers_share_a_prompt_through_one_store_which_may_be_killed(folder
             store.wait()
         assert set(cached(first, "Where?")) <= {"device"}
         third = servers.enter_context(serve(folder, *flags))  # starts without its store
-        with store_process(folder):
+        with store_in(folder):
             limit_s = time.monotonic() + PATIENCE_S
             while tiers_of(third).get("nvme", {}).get("breaker") != "closed":
                 assert time.monotonic() < limit_s, "the server does not find its store"

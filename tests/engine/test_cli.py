@@ -20,6 +20,7 @@ from pagetier.engine.serve_flags import UNBUILT, ServeFlags, engine_fields
 from pagetier.engine.server.factory import serve_config
 from pagetier.kvstore.config import StoreConfig
 from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.tier_flags import TierFlags
 from tests.engine.server.real_server import model_path
 
 ENGINE_ONLY = ("torch", "tokenizers", "safetensors", "jinja2", "fastapi", "uvicorn", "zmq", "prometheus_client", "gguf")
@@ -67,7 +68,7 @@ def without_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_flags_mean_the_engines_own_defaults() -> None:
-    config = serve_config(json.loads(json.dumps(engine_fields(ServeFlags(kv_redis_url="embedded")))))
+    config = serve_config(json.loads(json.dumps(engine_fields(ServeFlags(), TierFlags(kv_redis_url="embedded")))))
     assert config == ServeConfig()
 
 
@@ -99,6 +100,9 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         paranoid=True,
         kv_tier="redis, nvme",
         kv_host_size="1GiB",
+        kv_write_policy="redis=second-touch",
+    )
+    tiers = TierFlags(
         kv_nvme_path=Path("/tmp/x"),
         kv_nvme_size="5KiB",
         kv_nvme_io="buffered",
@@ -107,14 +111,13 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_nvme_scrub="3MiB",
         kv_redis_url="redis://r",
         kv_redis_size="6KiB",
+        kv_warmup="9KiB",
         kv_redis_ttl=5,
         kv_redis_linger=2.5,
         kv_load_budget_ms=50,
-        kv_write_policy="redis=second-touch",
-        kv_warmup="9KiB",
         kv_mac_key=tmp_path / "key",
     )
-    config = serve_config(json.loads(json.dumps(engine_fields(flags))))
+    config = serve_config(json.loads(json.dumps(engine_fields(flags, tiers))))
     own, store = ServeConfig(), StoreConfig()
     same = [f.name for f in fields(own) if getattr(config, f.name) == getattr(own, f.name)]
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
@@ -142,7 +145,7 @@ def test_an_empty_secret_is_refused(flag: str, flags: ServeFlags) -> None:
 
 def test_a_key_that_is_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--kv-mac-key: got '{tmp_path}'; allowed: "):
-        engine_fields(ServeFlags(kv_mac_key=tmp_path))
+        engine_fields(ServeFlags(), TierFlags(kv_mac_key=tmp_path))
 
 
 def other_than(neutral: tuple[Any, ...]) -> Any:
@@ -248,7 +251,7 @@ def test_every_command_shows_an_example(here: Here) -> None:
 
 
 def test_a_bug_is_one_line_too(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise KeyError("of\nthe programmer's")
 
     monkeypatch.setattr("pagetier.engine.cli.engine_fields", broken)

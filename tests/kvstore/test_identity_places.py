@@ -14,6 +14,8 @@ from pagetier.kvstore.identity_places import is_domain, read_identity
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.redis.tier import RedisTier
 from pagetier.kvstore.tier import Tier
+from tests.kvstore.service.service_rig import Client, service
+from tests.kvstore.service.service_rig import identity as served_identity
 from tests.kvstore.test_identity import IDENTITY
 from tests.kvstore.valkey import Valkey, own_valkey, valkey, valkey_server  # noqa: F401
 
@@ -85,3 +87,16 @@ def test_who_does_not_answer_is_told_in_one_line_without_secrets() -> None:
         keep(RedisTier(f"unix://:right@{path}", IDENTITY.domain()), IDENTITY)
         found = read_identity(f"unix://:right@{path}")
         assert found is not None and found.identity == IDENTITY and "right" not in found.place
+
+
+def test_a_store_service_is_asked_for_its_identities() -> None:
+    with service() as running, Client(running.address):
+        url = f"store:unix://{running.folder}/s"
+        found = read_identity(url)
+        assert found is not None and found.identity == served_identity()
+        with Client(running.address, "gemma"), pytest.raises(ConfigError, match="holds 2 identities"):
+            read_identity(url)
+        other = read_identity(f"{url}#{served_identity('gemma').domain().hex()[:12]}")
+        assert other is not None and other.identity == served_identity("gemma")
+    with pytest.raises(ConfigError, match="store: got 'redis://x'; allowed: local, unix:///"):
+        read_identity("store:redis://x")

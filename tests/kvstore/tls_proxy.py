@@ -47,6 +47,27 @@ def make_certificate(folder: Path, name: str = "IP:127.0.0.1", days: str = "2") 
     return made
 
 
+def make_expired_certificate(folder: Path) -> Certificate:
+    """The same, of a day that is long past: `openssl req` cannot, `openssl ca` can."""
+    made = make_certificate(folder)
+    config = folder / "ca.conf"
+    config.write_text(
+        f"[ca]\ndefault_ca = own\n[own]\ndatabase = {folder}/index\nserial = {folder}/serial\n"
+        f"new_certs_dir = {folder}\n"
+        "default_md = sha256\npolicy = any\nx509_extensions = ext\n[any]\ncommonName = supplied\n"
+        "[ext]\nsubjectAltName = IP:127.0.0.1\nbasicConstraints = CA:TRUE\n"
+    )
+    (folder / "index").touch()
+    (folder / "serial").write_text("01")
+    key = ["-key", os.fspath(made.key)]
+    request = ["openssl", "req", "-new", "-subj", "/CN=test", "-out", os.fspath(folder / "request"), *key]
+    sign = ["openssl", "ca", "-batch", "-selfsign", "-notext", "-config", os.fspath(config)]
+    sign += ["-keyfile", os.fspath(made.key), "-in", os.fspath(folder / "request"), "-out", os.fspath(made.cert)]
+    for command in (request, [*sign, "-startdate", "20200101000000Z", "-enddate", "20200102000000Z"]):
+        subprocess.run(command, check=True, capture_output=True)
+    return made
+
+
 class TlsProxy:
     """Takes TLS on `port` of loopback and passes the bytes on to a Unix socket."""
 

@@ -18,7 +18,6 @@ from tokenizers.models import BPE
 
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.inspection import Report
-from pagetier.engine.kv_events import KvEvent
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.residency import Residency
 from pagetier.engine.server.engine_process import ServedEngine
@@ -27,6 +26,7 @@ from pagetier.engine.token_bytes import byte_alphabet
 from pagetier.engine.tokenizer import Tokenizer, TokenizerFacts
 from pagetier.kvstore.block import KEY_BYTES, KVGroup, Plane
 from pagetier.kvstore.errors import ConfigError, PagetierError
+from pagetier.kvstore.event_forms import KvEvent
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.keys import pack_tokens
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagetier.cli import main
 from pagetier.kvstore.cli.doctor import diagnose
 from pagetier.kvstore.cli.query import make_query
 from pagetier.kvstore.cli.sources import opened_place, reader_of
@@ -20,38 +18,11 @@ from tests.engine.server.cached_engine import FACTORY
 from tests.engine.server.double import DOMAIN, build_tokenizer
 from tests.engine.server.stack import Stack, running_stack
 from tests.engine.server.test_cache_routes import A, B, complete, ids_of
+from tests.kvstore.cli import command_line
+from tests.kvstore.cli.command_line import Run
 from tests.kvstore.valkey import Valkey, valkey, valkey_server  # noqa: F401
 
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = json.loads(self.out)
-        return fields
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("PAGETIER_URL", raising=False)
-
-    def call(*arguments: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["pagetier", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        return Ran(end.value.code, *capsys.readouterr())
-
-    return call
+run = command_line.run
 
 
 @pytest.fixture
@@ -265,7 +236,7 @@ def test_what_figures_mean_is_said_in_words(changed: dict[str, Any], is_fit: boo
         (("query", "--tokens", "{tmp}/bad"), 2, "is not JSON"),
         (("query", "--messages", "{tmp}/list"), 2, "holds no conversation"),
         (("query", "--prompt", "a", "--nvme", "{tmp}"), 2, "is no folder of an NVMe tier"),
-        (("query", "--prompt", "a", "--nvme", "{tmp}", "--redis", "x"), 2, "give one of --nvme DIR and --redis URL"),
+        (("query", "--prompt", "a", "--nvme", "{tmp}", "--redis", "x"), 2, "got --nvme DIR and --redis URL"),
         (("query", "--prompt", "a", "--redis", "localhost"), 2, "--redis: got 'localhost'"),
         (("query", "--prompt", "a", "--url", "http://127.0.0.1:9"), 1, "start one with 'pagetier serve'"),
         (("top", "--redis", "redis://127.0.0.1:9"), 2, "redis://127.0.0.1:9 does not answer; start it"),

@@ -18,9 +18,9 @@ import msgpack
 import pytest
 import zmq
 
-from pagetier.engine.kv_events import KvEvent, forms_of
 from pagetier.engine.server.event_publisher import END_SEQ, EventPublisher, KvEventsConfig, parse_events_config
 from pagetier.kvstore.errors import ConfigError
+from pagetier.kvstore.event_forms import KvEvent, forms_of
 from pagetier.kvstore.events import EventKind, EventLog
 from tests.engine.server.cached_engine import FACTORY
 from tests.engine.server.stack import Stack, running_stack
