@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -249,6 +250,17 @@ def test_one_block_twice_in_a_batch_is_stored_once(tmp_path: Path) -> None:
         assert_readable(tier, [a, b, a])
 
 
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Threads take turns often: more happens between each other's steps, and a thread that waits for files does not wait
+    5 ms for the interpreter after each of them while others compute."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0001)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_turns")
 def test_readers_see_right_bytes_or_a_miss_while_their_segments_go(tmp_path: Path) -> None:
     failures: list[str] = []
     stop = threading.Event()
