@@ -252,7 +252,7 @@ def test_one_block_twice_in_a_batch_is_stored_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_turns() -> Iterator[None]:
-    """Threads take turns often: more happens between each other's steps, and a thread that waits for files does not wait
+    """Threads take turns often: more happens between each other's steps, and one that waits for files does not wait
     5 ms for the interpreter after each of them while others compute."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
