@@ -139,7 +139,8 @@ class Admin(Protocol):
 
 
 class StoreAdmin:
-    """Over a store's tiers. domain: that of what the store puts now. purged: called after every purge.
+    """Over a store's tiers. domain: that of what the store puts now. purged: called after every purge. clock: seconds;
+    must be the tiers' own.
 
     `keep_pins` starts the one thread that renews them.
     """
@@ -152,13 +153,14 @@ class StoreAdmin:
         domain: Callable[[], bytes | None],
         watch: Watch,
         purged: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ports, self._part, self._domain = tuple(ports), part, domain
         self._payload_bytes = payload_bytes
-        self._book, self._events, self._purged = watch.book, watch.events, purged
+        self._book, self._events, self._purged, self._clock = watch.book, watch.events, purged, clock
         self._lock = threading.Lock()
         # guarded by self._lock, as all below
-        self._keeper = PinKeeper(self._ports, part, payload_bytes, watch.pin_shares)
+        self._keeper = PinKeeper(self._ports, part, payload_bytes, watch.pin_shares, clock)
         self._file: PinFile | None = None
         self._kept: list[Kept] = []
         self._has_learnt = False
@@ -170,7 +172,7 @@ class StoreAdmin:
 
     def query(self, keys: Sequence[bytes], timeout_s: float = QUERY_TIMEOUT_S) -> list[BlockInfo]:
         """Where each block is and what is known of it. A tier that does not answer in time holds nothing."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._clock() + timeout_s
         addresses = [Address(key, self._part) for key in keys]
         entries = self._book.find(keys)
         names = [None if entry is None else entry.name for entry in entries]
@@ -257,7 +259,7 @@ class StoreAdmin:
         Puts that are queued may still land. Pins stay: they name what is to be kept once it is there again."""
         for tier in tiers or ():
             self._port(tier)
-        deadline_s, result = time.monotonic() + timeout_s, PurgeResult()
+        deadline_s, result = self._clock() + timeout_s, PurgeResult()
         for port in self._ports:
             if tiers and port.name not in tiers:
                 continue
@@ -361,7 +363,7 @@ class StoreAdmin:
             if self._has_learnt:
                 return
             self._has_learnt = True
-        domain, deadline_s = self._domain(), time.monotonic() + LEARN_S
+        domain, deadline_s = self._domain(), self._clock() + LEARN_S
         for port in self._ports:
             learnt: list[BlockName] = []
             try:

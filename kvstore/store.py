@@ -95,7 +95,7 @@ class TieredStore:
         for port in self._ports:
             port.events = self.events
         self._num_purges = 0
-        self.admin = StoreAdmin(self._ports, part, payload_bytes, lambda: self._domain, watch, self._count_purge)
+        self.admin = StoreAdmin(self._ports, part, payload_bytes, lambda: self._domain, watch, self._count_purge, clock)
         executors = (e for p in self._ports for e in (p.lookup_executor, p.read_executor, p.write_executor))
         self._executors = list(dict.fromkeys(executors))
         self._second_touch = {i: SecondTouch() for i, tier in enumerate(tiers) if tier.name in second_touch}

@@ -146,6 +146,31 @@ class Events:
         self._version = min(self._version + 1, NUM_VERSIONS - 1)
         process.update_weights(self._version)
 
+    # -- people --------------------------------------------------------------------------------------------------------
+
+    def pin(self) -> None:
+        process = self._one()
+        names = self._chain(process.version)
+        process.pin(names[: self.rng.randint(1, len(names))])
+
+    def unpin(self) -> None:
+        process = self._one()
+        if process.pins:
+            process.unpin(self.rng.randrange(len(process.pins)))
+
+    def purge(self) -> None:
+        process = self._one()
+        process.purge(self._chain(process.version)[self.rng.randrange(3) :] if self.rng.random() < 0.7 else None)
+        self._work(self.rng.randrange(6))
+
+    def quarantine(self) -> None:
+        """The engine found that these are not what it computes."""
+        process = self._one()
+        self.machine.is_taken = self.machine.is_condemned = True
+        names = self._chain(process.version)
+        process.store.quarantine(names[: self.rng.randint(1, len(names))])
+        self._work(self.rng.randrange(6))
+
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -43,6 +43,8 @@ class Machine:
             self.redis = SimulatedRedis(self.now_s, maxmemory=REDIS_BYTES, policy="allkeys-lru", seed=settings.seed)
             self.redis.latency_s = 0.0005
         self.is_forged = self.is_flipped = self.is_cut = self.had_read_errors = self.had_garbage = False
+        self.is_taken = False  # somebody purged blocks, or condemned them: they may be missing though pinned
+        self.is_condemned = False  # the latter: NVMe counts them as corrupt
         self.num_operations = 0
         self.power_cut_in: int | None = None  # operations till the power goes
         self.cut_power: Callable[[], None]  # set by who knows the processes

@@ -15,10 +15,13 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
+from pagetier.kvstore.keeper import PinKeeper, PinShares
 from pagetier.kvstore.nvme.crash_fs import CrashFS
 from pagetier.kvstore.nvme.fault_fs import FaultFS
 from pagetier.kvstore.nvme.files import Files
 from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.pins import Pin
+from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.redis.faults import FaultSockets, SocketFaults
 from pagetier.kvstore.redis.simulated import SimulatedSockets
 from pagetier.kvstore.redis.sockets import Sockets
@@ -87,11 +90,15 @@ class Assembly:
             part=PART,
             payload_bytes=PAYLOAD_BYTES,
             domain=domain(process.version),
+            second_touch=process.machine.settings.second_touch,
             load_budget_s=BUDGET_S,
             limits=LIMITS,
             clock=process.machine.now_s,
             make_executor=lambda name, threads: process.machine.scheduler.make_executor(process, name, threads),
         )
+
+    def keeper(self, ports: Sequence[TierPort], machine: Machine) -> PinKeeper:
+        return PinKeeper(ports, PART, PAYLOAD_BYTES, PinShares(), machine.now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,9 @@ class Process:
         self.store = assembly.store(self, [tier for tier in tiers if tier is not None])
         self.store.warm_up(WARMUP_BYTES)
         machine.scheduler.add(self, self.turn)
-        self._is_refreshing = False
+        self._is_refreshing = self._is_renewing = False
+        self.pins: list[Pin] = []
+        self.keeper = assembly.keeper(self.store._ports, machine)
         self.asked: dict[int, Asked] = {}
         self.hits: dict[int, Asked] = {}
         self.loads: dict[int, tuple[int, Destinations]] = {}
@@ -202,6 +211,9 @@ class Process:
 
     def turn(self) -> None:
         """What its other threads do besides tasks."""
+        if self.pins and self.machine.rng.random() < 0.2:
+            self.renew_pins()
+            return
         which = self.machine.rng.random()
         if which < 0.2 and self.host is not None:
             self.warm_up()
@@ -232,6 +244,39 @@ class Process:
             self.num_running -= 1
             self._is_refreshing = False
 
+    # -- what people do ------------------------------------------------------------------------------------------------
+
+    def pin(self, names: Sequence[BlockName]) -> None:
+        self.pins.append(Pin(domain(self.version), tuple(names)))
+        self.renew_pins()
+
+    def unpin(self, rank: int | None = None) -> None:
+        """One pin, or all."""
+        self.pins = [] if rank is None else [*self.pins[:rank], *self.pins[rank + 1 :]]
+        self.renew_pins()
+
+    def renew_pins(self) -> None:
+        """What a thread of the store's does every few seconds."""
+        if self._is_renewing or self.nvme._write_lock.locked():
+            return
+        self._is_renewing = True
+        self.num_running += 1
+        try:
+            own = domain(self.version)
+            self.keeper.renew([pin for pin in self.pins if pin.domain == own])
+        finally:
+            self.num_running -= 1
+            self._is_renewing = False
+
+    def purge(self, names: Sequence[BlockName] | None) -> None:
+        """These blocks of the present weights, or all."""
+        self.machine.is_taken = True
+        self.num_running += 1
+        try:
+            self.store.admin.purge(keys=None if names is None else {name.key for name in names})
+        finally:
+            self.num_running -= 1
+
     # -- what is checked -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -242,14 +287,27 @@ class Process:
         for destinations in self.quiet:
             if not destinations.is_spoilt:
                 raise Violation("a destination was written after its load quiesced")
+        if self.pins and not (self.machine.is_forged or self.machine.is_taken):
+            self._check_pins()
         for tier in (self.host, self.nvme, self.redis):
-            if tier is not None and tier.counters().corrupt and not self.machine.may_be_corrupt(tier.name):
+            may_be = tier is not None and self.machine.may_be_corrupt(tier.name)
+            may_be |= tier is self.nvme and self.machine.is_condemned
+            if tier is not None and tier.counters().corrupt and not may_be:
                 raise Violation(f"{tier.name} found a corrupt record, and nothing had damaged any")
+
+    def _check_pins(self) -> None:
+        for held in self.keeper._held.values():
+            if held.lease is not None and self.host is not None:
+                addresses = [address for address, _ in held.lease.held]
+                if self.host.lookup(addresses, 0.0) != len(addresses):
+                    raise Violation("a block that somebody pinned left the host tier")
 
     def check_idle(self) -> None:
         """When nothing is under way and all tickets are released, nothing is held."""
         if self.loads or self.late or self.puts or self.asked:
             raise Violation("answers are missing: " + str([*self.asked, *self.loads, *self.late, *self.puts]))
+        if self.pins:
+            self.unpin()
         if self.host is not None and self.host.num_pinned:
             raise Violation(f"{self.host.num_pinned} pins are left in the host tier")
         counters = self.store.counters()
@@ -286,7 +344,7 @@ class Process:
             # the host tier goes by names alone: the root in a name is its domain's
             if tier not in (None, "host") and domain_of(name) != held.domain:
                 raise Violation("a block of former weights was loaded")
-            pinned = held.tiers.get(name) == "host" and not self.machine.is_forged
+            pinned = held.tiers.get(name) == "host" and not (self.machine.is_forged or self.machine.is_taken)
             if pinned and status is BlockStatus.MISS:
                 raise Violation("a block that a lookup pinned was gone when it was loaded")
         if done.quiesced:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced
+from pagetier.kvstore.keeper import PinKeeper
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.fault_fs import FaultFS
 from pagetier.kvstore.nvme.files import Files, write_full
@@ -21,6 +22,7 @@ from pagetier.kvstore.nvme.overlap import Piece
 from pagetier.kvstore.nvme.reader import Reader, Wanted
 from pagetier.kvstore.nvme.segment import COMMIT_AT, Commit, LoadedSegment, data_start, walk_headers
 from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.port import TierPort
 from pagetier.kvstore.puts import PutQueue, QueuedPut
 from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, mismatched_fields, parse_header, verify
 from pagetier.kvstore.redis.sockets import Endpoint, Sockets, Stream
@@ -261,6 +263,33 @@ class LeakPins(Assembly):
         return self.tier(HOST_BLOCKS * 4096, slab_bytes=HOST_BLOCKS * 4096, clock=machine.now_s)
 
 
+class PinNothing(Assembly):
+    name = "a pin holds nothing"
+
+    class tier(HostTier):  # noqa: N801
+        def pin(self, addresses: Sequence[Address]) -> Lease:
+            lease = super().pin(addresses)
+            held = list(lease.held)
+            self.unpin(lease)
+            return Lease(held)
+
+    def host(self, machine: Machine) -> HostTier:
+        return self.tier(HOST_BLOCKS * 4096, slab_bytes=HOST_BLOCKS * 4096, clock=machine.now_s)
+
+
+class KeepUnpinned(Assembly):
+    name = "what a user unpins stays held"
+
+    class made(PinKeeper):  # noqa: N801
+        def _let_go(self, which: tuple[str, str]) -> None:
+            del self._held[which]
+
+    def keeper(self, ports: Sequence[TierPort], machine: Machine) -> PinKeeper:
+        keeper = super().keeper(ports, machine)
+        keeper.__class__ = self.made
+        return keeper
+
+
 class ReuseConnections(Assembly):
     name = "reuse a timed-out connection"
 
@@ -336,5 +365,7 @@ MUTANTS: tuple[Assembly, ...] = (
     QuiesceEarly(),
     KeepDomain(),
     LeakPins(),
+    PinNothing(),
+    KeepUnpinned(),
     ReuseConnections(),
 )
