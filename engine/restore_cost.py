@@ -40,7 +40,7 @@ class RestoreCost:
     _saves: _Rate = field(default_factory=_Rate)
 
     def observe_load(self, num_blocks: int, elapsed_s: float) -> None:
-        """A load of so many blocks, from its submission to its answer."""
+        """A load of so many blocks, from its submission to its end."""
         self._loads.add(num_blocks, elapsed_s)
 
     def observe_save(self, num_blocks: int, elapsed_s: float) -> None:

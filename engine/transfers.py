@@ -6,7 +6,6 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,10 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
 
 PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
-SAVED_SHARE = 0.5  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
+SAVED_SHARE = 1 / 8  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
+MIN_SAVED_BLOCKS = 64  # two steps of a prefill; of a small pool at most half
 STORED = (BlockStatus.OK, BlockStatus.EXISTS)
+NOT_WRITTEN = (BlockStatus.EXISTS, BlockStatus.DROPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Transfers:
         self._destinations: dict[int, list[int]] = {}
         self._saves: dict[int, list[Node]] = {}
         self._num_saving = 0  # blocks in all of them
+        self._max_saving = max(int(SAVED_SHARE * pool.num_blocks), min(MIN_SAVED_BLOCKS, -(-pool.num_blocks // 2)))
         self._swaps: dict[Request, _Swap] = {}
 
     @property
@@ -135,7 +137,7 @@ class Transfers:
     @property
     def save_room(self) -> int:
         """Blocks that may be saved besides those under way."""
-        return max(0, math.ceil(SAVED_SHARE * self._pool.num_blocks) - self._num_saving)
+        return max(0, self._max_saving - self._num_saving)
 
     def swap_out(self, request: Request, tip: Node, num_blocks: int) -> int:
         """Give the lower tiers what they do not have of a preempted request's chain, which ends in `tip`, as far as
@@ -225,7 +227,7 @@ class Transfers:
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request = self._loads.pop(done.job)
-        self.cost.observe_load(len(done.statuses), self._clock() - self._started_s.pop(done.job))
+        self.cost.observe_load(len(done.statuses), self._took_s(done))
         if done.quiesced:
             self._pool.release(self._destinations.pop(done.job))
         if request is None:
@@ -238,12 +240,20 @@ class Transfers:
         request.job = None
         return Loaded(request, tuple(tiers), done.quiesced)
 
+    def _took_s(self, done: LoadDone | PutDone) -> float:
+        """From its submission to its end, which a step may have passed before anybody asked."""
+        started_s, now_s = self._started_s.pop(done.job), self._clock()
+        ended_s = now_s if done.ended_s is None else done.ended_s
+        return min(max(ended_s, started_s), now_s) - started_s
+
     def _end_save(self, done: PutDone) -> None:
         nodes = self._saves.pop(done.job)
         self._num_saving -= len(nodes)
         for swap in self._swaps.values():
             swap.saves.discard(done.job)
-        self.cost.observe_save(len(nodes), self._clock() - self._started_s.pop(done.job))
+        took_s = self._took_s(done)
+        if num_written := sum(status not in NOT_WRITTEN for status in done.statuses):
+            self.cost.observe_save(num_written, took_s)
         for node, status in zip(nodes, done.statuses, strict=True):
             if status not in STORED:
                 node.saved = 0  # a later touch tries again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagetier.kvstore.block import BlockStatus
 
@@ -20,13 +20,15 @@ class LoadDone:
     """A load's answer, a status and serving tier (None unless OK) per block.
 
     `quiesced` is False when the deadline passed while bytes were still on their way: those destinations may yet be
-    written to, and must not be reused before the `LoadQuiesced` of this job.
+    written to, and must not be reused before the `LoadQuiesced` of this job. ended_s: when that was, by the store's
+    clock, however much later somebody asks; None where only who polls knows.
     """
 
     job: int
     statuses: tuple[BlockStatus, ...]
     tiers: tuple[str | None, ...]
     quiesced: bool
+    ended_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class LoadQuiesced:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """A put's answer. The sources are no longer read."""
+    """A put's answer. The sources are no longer read. ended_s: as a load's."""
 
     job: int
     statuses: tuple[BlockStatus, ...]
+    ended_s: float | None = field(default=None, compare=False)
 
 
 Completion = LookupDone | LoadDone | LoadQuiesced | PutDone

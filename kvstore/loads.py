@@ -246,7 +246,8 @@ class Load:
         self.ended_s = self._clock()
         self._is_quiesced = self._num_reading == 0
         statuses = tuple(status or BlockStatus.TIMEOUT for status in self._statuses)
-        self._report(LoadDone(self.request.job, statuses, tuple(self._served), self._is_quiesced))
+        tiers = tuple(self._served)
+        self._report(LoadDone(self.request.job, statuses, tiers, self._is_quiesced, self.ended_s))
         for port in self._ports:
             served = [n for n, tier in zip(self.request.names, self._served, strict=True) if tier == port.name]
             port.submit_touch(served, self.request.part)

@@ -26,13 +26,20 @@ MAX_REMEMBERED_DROPS = 65_536  # keys whose children are dropped too, per tier; 
 class PutJob:
     """Collects, per block, what the tiers answered; reports once all have, so that no source is read any more."""
 
-    def __init__(self, job: int, num_blocks: int, num_tiers: int, report: Callable[[PutDone], None]) -> None:
-        self.job, self._report = job, report
+    def __init__(
+        self,
+        job: int,
+        num_blocks: int,
+        num_tiers: int,
+        report: Callable[[PutDone], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.job, self._report, self._clock = job, report, clock
         self._lock = threading.Lock()
         self._statuses: list[BlockStatus | None] = [None] * num_blocks  # guarded by self._lock
         self._num_open = num_blocks * num_tiers  # guarded by self._lock
         if not self._num_open:
-            report(PutDone(job, (BlockStatus.DROPPED,) * num_blocks))
+            report(PutDone(job, (BlockStatus.DROPPED,) * num_blocks, clock()))
 
     def settle(self, i: int, status: BlockStatus) -> None:
         """One tier is done with block i. Stored somewhere beats there already beats the first failure."""
@@ -44,7 +51,8 @@ class PutJob:
                 self._statuses[i] = status
             self._num_open -= 1
             if not self._num_open:
-                self._report(PutDone(self.job, tuple(s or BlockStatus.DROPPED for s in self._statuses)))
+                statuses = tuple(status or BlockStatus.DROPPED for status in self._statuses)
+                self._report(PutDone(self.job, statuses, self._clock()))
 
 
 @dataclass(frozen=True, slots=True)

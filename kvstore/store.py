@@ -172,7 +172,7 @@ class TieredStore:
         domain = domain or self._domain
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         self.book.note(Use.PUT, tuple(blocks), domain)
-        job = PutJob(self._take_number(), len(writes), len(self._ports), self._report)
+        job = PutJob(self._take_number(), len(writes), len(self._ports), self._report, self._clock)
         for index, (port, queue) in enumerate(zip(self._ports, self._queues, strict=True)):
             second = self._second_touch.get(index)
             new: list[QueuedPut] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagetier.benchmarks.preemption.virtual import NOMINAL, Arrival, VirtualEngine, chat_lengths, random_ids
@@ -26,15 +27,13 @@ class Shared:
         return 1 - self.distinct / self.listed
 
 
-def choice_rows(num_prompts: int, note: str) -> list[Row]:
+def choice_rows(num_prompts: int, note: str) -> Iterator[Row]:
     once = run_choices(1, num_prompts)
-    rows = []
     for n in COUNTS:
         found = run_choices(n, num_prompts)
-        rows.append(Row(f"w6_blocks_saved_n{n}", found.saved, "ratio", f">= {PAPER[n]}", runs=num_prompts, note=note))
+        yield Row(f"w6_blocks_saved_n{n}", found.saved, "ratio", f">= {PAPER[n]}", runs=num_prompts, note=note)
         work, target = found.prompt_work / once.prompt_work, "<= 1.05" if n == 8 else None
-        rows.append(Row(f"w6_prompt_work_n{n}_vs_n1", work, "ratio", target, runs=num_prompts, note=note))
-    return rows
+        yield Row(f"w6_prompt_work_n{n}_vs_n1", work, "ratio", target, runs=num_prompts, note=note)
 
 
 def run_choices(n: int, num_prompts: int) -> Shared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pagetier.benchmarks.preemption.baselines import oracle, power_of_two, reserving, whole_length
 from pagetier.benchmarks.preemption.virtual import BLOCK_SIZE, StepModel, VirtualEngine, chats, serve
@@ -33,21 +33,21 @@ def engine(model: StepModel, allocation: str) -> VirtualEngine:
     return VirtualEngine(config, model, ALLOCATIONS[allocation])
 
 
-def memory_rows(model: StepModel, num_requests: int, num_halvings: int, note: str) -> list[Row]:
-    rows = []
+def memory_rows(model: StepModel, num_requests: int, num_halvings: int, note: str) -> Iterator[Row]:
     for allocation in ALLOCATIONS:
         served = serve(engine(model, allocation), chats(num_requests, None, seed=1))
         target = ">= 0.96" if allocation == "paged" else None
         how = f"{served.most_running} at once at most; {note}"
-        rows.append(Row(f"w1_filled_share_{allocation}", served.filled_share, "ratio", target, note=how))
+        yield Row(f"w1_filled_share_{allocation}", served.filled_share, "ratio", target, note=how)
     bound_s = SLOWDOWN * alone_s(model)
-    rates = {allocation: rate_at(model, allocation, bound_s, num_requests, num_halvings) for allocation in ALLOCATIONS}
     how = f"{1e3 * bound_s:.0f} ms a token on average, {num_requests} requests; {note}"
-    rows += [Row(f"w1_requests_per_s_{name}", rate, "1/s", note=how) for name, rate in rates.items()]
+    rates = {}
+    for name in ALLOCATIONS:
+        rates[name] = rate_at(model, name, bound_s, num_requests, num_halvings)
+        yield Row(f"w1_requests_per_s_{name}", rates[name], "1/s", note=how)
     for other in list(rates)[1:]:
         target = ">= 2" if other == "contiguous_max" else None
-        rows.append(Row(f"w1_rate_vs_{other}", rates["paged"] / rates[other], "ratio", target, note=how))
-    return rows
+        yield Row(f"w1_rate_vs_{other}", rates["paged"] / rates[other], "ratio", target, note=how)
 
 
 def alone_s(model: StepModel) -> float:

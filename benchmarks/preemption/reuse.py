@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from pagetier.benchmarks.preemption.virtual import Arrival, StepModel, VirtualEngine, random_ids, serve
 from pagetier.benchmarks.report import Row
@@ -61,8 +61,7 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Tokens]]] = {
 }
 
 
-def reuse_rows(model: StepModel, scale: int, note: str) -> list[Row]:
-    rows = []
+def reuse_rows(model: StepModel, scale: int, note: str) -> Iterator[Row]:
     for name, make in WORKLOADS.items():
         prompts = make(random.Random(7), scale)
         best = optimal_hits(prompts)
@@ -70,8 +69,8 @@ def reuse_rows(model: StepModel, scale: int, note: str) -> list[Row]:
             share = hits(model, prompts, policy) / best
             target = ">= 0.96" if policy == "lpm" else None
             how = f"{len(prompts)} prompts, {best} hit tokens at best; {note}"
-            rows.append(Row(f"w3_{name}_hits_vs_optimal_{policy}", share, "ratio", target, note=how))
-    return [*rows, lookup_cost_row(model, 20 * scale, note)]
+            yield Row(f"w3_{name}_hits_vs_optimal_{policy}", share, "ratio", target, note=how)
+    yield lookup_cost_row(model, 20 * scale, note)
 
 
 def hits(model: StepModel, prompts: list[Tokens], policy: str) -> int:

@@ -6,15 +6,18 @@ nothing else runs on it. What is unfair: a step's Python counts nothing, for any
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 
 import numpy as np
 
 from pagetier.benchmarks.rig import Setup, Weights, open_rig
 from pagetier.benchmarks.workload import FIRST_ORDINARY_ID, VOCAB_SIZE, Workload
+from pagetier.connectors.base import Connector
 from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
@@ -48,6 +51,12 @@ class StepModel:
         pairs = float((new * (batch.seq_lens - new / 2)).sum())
         return self.per_step_s + self.per_token_s * batch.num_tokens + self.per_pair_s * pairs
 
+    def prefill_s(self, num_new: int, context: int) -> float:
+        """Seconds to compute `num_new` tokens of one request behind `context` others, in steps of 512."""
+        num_steps = -(-num_new // 512)
+        pairs = num_new * (context + num_new / 2)
+        return self.per_step_s * num_steps + self.per_token_s * num_new + self.per_pair_s * pairs
+
 
 NOMINAL = StepModel(6e-3, 3.2e-4, 2.5e-7)  # of tests: near what two Zen 5 cores take
 
@@ -69,7 +78,7 @@ class VirtualRunner:
         self._results: deque[StepResult] = deque()
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
-        return None
+        return self._model.prefill_s(num_new, context)
 
     def launch(self, batch: Batch) -> None:
         self._clock.now_s += self._model.seconds(batch)
@@ -93,6 +102,7 @@ class Arrival:
     prompt_ids: tuple[int, ...]
     num_new: int
     group: str = ""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -115,20 +125,21 @@ class Served:
 
 
 class VirtualEngine:
-    """An engine in virtual time. make_tables: how requests get their blocks."""
+    """An engine in virtual time. make_tables: how requests get their blocks. make_connector: to a tier, if any."""
 
     def __init__(
         self,
         config: EngineConfig,
         model: StepModel,
         make_tables: Callable[..., BlockTables] = BlockTables,
+        make_connector: Callable[[VirtualClock], Connector] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.runner = VirtualRunner(model, self.clock)
         self.core = EngineCore(
             config,
             self.runner,
-            None,
+            None if make_connector is None else make_connector(self.clock),
             root_of=lambda salt: root_key(bytes(32), salt.encode()),
             clock=self.clock,
             make_tables=make_tables,
@@ -137,7 +148,9 @@ class VirtualEngine:
 
     def add(self, name: str, arrival: Arrival) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=arrival.num_new, ignore_eos=True)
-        self.core.add_request(EngineRequest(name, arrival.prompt_ids, params, seed=0, group=arrival.group))
+        self.core.add_request(
+            EngineRequest(name, arrival.prompt_ids, params, seed=0, group=arrival.group, priority=arrival.priority)
+        )
 
     def note(self, served: Served) -> None:
         """Count what the pool holds now."""
@@ -179,6 +192,8 @@ def serve(engine: VirtualEngine, arrivals: Sequence[Arrival], admit: Admit = at_
             if output.finish_reason is not None:
                 arrival = sent_s.pop(output.request_id)
                 served.per_token_s.append((clock.now_s - arrival.at_s) / arrival.num_new)
+        if core.waits_for_store:
+            clock.now_s += 1e-3
         engine.note(served)
     served.end_s = clock.now_s
     core.close()
@@ -186,13 +201,16 @@ def serve(engine: VirtualEngine, arrivals: Sequence[Arrival], admit: Admit = at_
 
 
 def chat_lengths(count: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, output) tokens like ShareGPT's: log-normal, means near 160 and 340 (Kwon et al. 2023, figure 11)."""
+    """(prompt, output) tokens like ShareGPT's: log-normal, with the means of Kwon et al. 2023, figure 11, 161 and 338,
+    whatever the count: one of each of `count` equally likely strata, in random pairs."""
     draw = random.Random(seed)
-    lengths = []
-    for _ in range(count):
-        prompt = min(1024, max(4, int(draw.lognormvariate(4.4, 1.35))))
-        lengths.append((prompt, min(1024, max(4, int(draw.lognormvariate(5.5, 0.85))))))
-    return lengths
+
+    def lengths(mu: float, sigma: float) -> list[int]:
+        levels = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+        draw.shuffle(levels)
+        return [min(1024, max(4, int(math.exp(mu + sigma * level)))) for level in levels]
+
+    return list(zip(lengths(4.32, 1.35), lengths(5.54, 0.85), strict=True))
 
 
 def chats(count: int, per_s: float | None, seed: int) -> list[Arrival]:

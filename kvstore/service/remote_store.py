@@ -321,7 +321,7 @@ class RemoteStore:
                 load.end(BlockStatus.ERROR)
                 self._breaker.record(permit, outcome, reason)
         ticket.spent_s += max(0.0, time.monotonic() - begun_s - floor_s)
-        self._done.append(LoadDone(job, load.final_statuses, tuple(load.tiers), quiesced=True))
+        self._done.append(LoadDone(job, load.final_statuses, tuple(load.tiers), True, time.monotonic()))
         if load.damaged:
             self._start(self._quarantine(ticket.link, tuple(load.damaged)))
         self._num_open -= 1
@@ -358,7 +358,7 @@ class RemoteStore:
             self._put_bytes -= nbytes
             self._num_open -= 1
             link.num_jobs -= 1
-            self._done.append(PutDone(job, put.final_statuses))
+            self._done.append(PutDone(job, put.final_statuses, time.monotonic()))
 
     async def _touch(self, link: Link, names: tuple[BlockName, ...]) -> None:
         attached = link.attached

@@ -10,11 +10,20 @@ from pagetier.benchmarks.preemption.baselines import oracle, power_of_two, reser
 from pagetier.benchmarks.preemption.batching import batching_rows
 from pagetier.benchmarks.preemption.choices import choice_rows
 from pagetier.benchmarks.preemption.memory import ALLOCATIONS, engine
-from pagetier.benchmarks.preemption.modes import LINKS, link_rows, mode_rows
+from pagetier.benchmarks.preemption.modes import LINKS, link_row, mode_rows
 from pagetier.benchmarks.preemption.planning import POLICIES, planning_row, urgent_row
+from pagetier.benchmarks.preemption.pressure import play, urgent
 from pagetier.benchmarks.preemption.reuse import WORKLOADS, hits, optimal_hits
-from pagetier.benchmarks.preemption.virtual import NOMINAL, Arrival, VirtualEngine, chats, random_ids, serve
-from pagetier.engine.config import EngineConfig
+from pagetier.benchmarks.preemption.virtual import (
+    NOMINAL,
+    Arrival,
+    VirtualEngine,
+    chat_lengths,
+    chats,
+    random_ids,
+    serve,
+)
+from pagetier.engine.config import PREEMPTION_MODES, EngineConfig
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -70,7 +79,7 @@ def test_batches_begin_when_they_are_due() -> None:
 
 
 def test_batching_rows_have_values() -> None:
-    rows = batching_rows(NOMINAL, 24, "")
+    rows = list(batching_rows(NOMINAL, 24, ""))
     assert all(row.value is not None and row.value > 0 for row in rows)
 
 
@@ -90,9 +99,27 @@ def test_choices_share_their_prompt() -> None:
     assert all(row.value is not None and 0 < row.value < 2 for row in rows.values())
 
 
+def test_lengths_have_the_papers_means() -> None:
+    for count in (64, 500):
+        prompts, outputs = zip(*chat_lengths(count, 3), strict=True)
+        assert abs(sum(prompts) / count - 161) < 5 and abs(sum(outputs) / count - 338) < 7
+
+
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_a_slow_link_is_left_alone_and_a_quick_one_used(mode: str) -> None:
+    """Urgent requests in a small pool: `hybrid` does what is quicker, over either link."""
+    arrivals = urgent(NOMINAL, 6)
+    for bytes_per_s in (5e6, 5e9):
+        found = play(NOMINAL, arrivals, mode, 0.4, bytes_per_s).outcome
+        if mode != "recompute":
+            assert found.recomputes + found.swaps > 0
+        if mode == "hybrid":
+            assert (found.swaps > 0) == (bytes_per_s == 5e9), found.how
+
+
 @pytest.mark.slow
 def test_modes_are_compared_on_the_default_model() -> None:
-    rows = {row.name: row for row in [*mode_rows(0.5, 1, ""), *link_rows(LINKS[0], "")]}
+    rows = {row.name: row for row in [*mode_rows(0.5, 1, ""), link_row(LINKS[0], "")]}
     assert {f"w5_pool_50_{mode}" for mode in ("recompute", "swap", "hybrid")} < rows.keys()
     assert all(row.value is not None and row.value > 0 for row in rows.values())
 
