@@ -62,7 +62,7 @@ class EngineCore:
         self._connector = connector
         self._num_groups = num_groups
         self._block_nbytes = block_nbytes
-        index = PrefixIndex(config.block_size)
+        index = PrefixIndex(config.block_size, clock)
         pool = BlockPool(config.num_blocks, index, poison)
         self._tap = EventTap(index, EventLog() if connector is None else connector.events)
         self._inspection = Inspection(
@@ -73,6 +73,7 @@ class EngineCore:
             block_nbytes=block_nbytes,
             hash_=hash_named(hash_name),
             prefill_s=runner.prefill_s,
+            clock=clock,
         )
         cost = RestoreCost(runner.prefill_s)
         transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost, clock)
