@@ -29,9 +29,12 @@ class EventTap:
         """Tell of what happens from now on."""
         if not self.is_open:
             self.is_open, self._next_seq, self._index.listener = True, self._log.next_seq, _DeviceListener(self._log)
+            self._log.follow(True)
 
     def close(self) -> None:
         """Stop telling."""
+        if self.is_open:
+            self._log.follow(False)
         self.is_open, self._index.listener = False, None
 
     def all_cleared(self) -> None:

@@ -54,12 +54,24 @@ class Tail:
 class EventLog:
     """The last `max_events` events. Invariant: numbers in it are consecutive and end at `next_seq` - 1."""
 
-    def __init__(self, max_events: int = MAX_EVENTS, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        max_events: int = MAX_EVENTS,
+        clock: Callable[[], float] = time.time,
+        on_follow: Callable[[bool], None] | None = None,
+    ) -> None:
+        """on_follow: told when somebody begins to read the log and when nobody does any more; for a log that is filled
+        from elsewhere, and only while it is read. Must not block."""
+        self._clock, self._on_follow = clock, on_follow
         self._changed = threading.Condition()
         self._events: deque[StoreEvent] = deque(maxlen=max_events)  # guarded by self._changed, as all below
         self._next_seq = 0
         self._listeners: list[Callable[[], None]] = []
+
+    def follow(self, wanted: bool) -> None:
+        """The one reader that an engine has begins, or ends."""
+        if self._on_follow is not None:
+            self._on_follow(wanted)
 
     @property
     def next_seq(self) -> int:

@@ -132,16 +132,19 @@ class HostTier:
         """No slot of the arena crosses a multiple of this."""
         return self._arena.slab_bytes
 
-    def lend(self, name: BlockName, part: Part) -> Loan | None:
-        """A block to copy straight from the arena, or None when it is not there. It stays until `give_back`, evicted
-        or not."""
+    def lend(self, names: Sequence[BlockName], part: Part) -> list[Loan | None]:
+        """Blocks to copy straight from the arena, None for those that are not there. They stay until `give_back`,
+        evicted or not."""
         with self._lock:
-            entry = self._entries.get(Address(name.key, part))
-            if entry is None or entry.name != name or self._is_closed:
-                return None
-            entry.num_readers += 1
-            self._bytes_read += entry.slot.nbytes
-            return Loan(entry.slot.offset, entry.slot.nbytes, entry.checksum.to_bytes(16, "big"), entry)
+            return [self._lend(name, part) for name in names]
+
+    def _lend(self, name: BlockName, part: Part) -> Loan | None:
+        entry = self._entries.get(Address(name.key, part))
+        if entry is None or entry.name != name or self._is_closed:
+            return None
+        entry.num_readers += 1
+        self._bytes_read += entry.slot.nbytes
+        return Loan(entry.slot.offset, entry.slot.nbytes, entry.checksum.to_bytes(16, "big"), entry)
 
     def give_back(self, loan: Loan) -> None:
         """Its reader is done; once for each loan."""

@@ -316,20 +316,75 @@ class LoadReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedBlock]: ...
+    @_builtins.property
+    def lent(self) -> _containers.RepeatedCompositeFieldContainer[Global___LentBlocks]: ...
     def __init__(
         self,
         *,
         blocks: _abc.Iterable[Global___LoadedBlock] | None = ...,
+        lent: _abc.Iterable[Global___LentBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lent", b"lent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReply: _TypeAlias = LoadReply  # noqa: Y015
+
+@_typing.final
+class LentBlocks(_message.Message):
+    """Blocks that are OK and lie in shared memory: theirs until they are returned over the lease socket. The fields that
+    are lists have one entry a block.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    arena: _builtins.int
+    """which descriptor: 0 the window (writable), 1 the host tier (read-only)"""
+    nbytes: _builtins.int
+    """of each"""
+    checksums: _builtins.bytes
+    """xxh3-128 of the payloads"""
+    @_builtins.property
+    def index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in LoadRequest.blocks"""
+
+    @_builtins.property
+    def lease(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in the arena"""
+
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        arena: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+        index: _abc.Iterable[_builtins.int] | None = ...,
+        lease: _abc.Iterable[_builtins.int] | None = ...,
+        offset: _abc.Iterable[_builtins.int] | None = ...,
+        checksums: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "checksums", b"checksums", "index", b"index", "lease", b"lease", "nbytes", b"nbytes", "offset", b"offset", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentBlocks: _TypeAlias = LentBlocks  # noqa: Y015
 
 @_typing.final
 class LoadedBlock(_message.Message):
@@ -338,7 +393,6 @@ class LoadedBlock(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     index: _builtins.int
@@ -346,26 +400,21 @@ class LoadedBlock(_message.Message):
     status: Global___Status.ValueType
     tier: _builtins.str
     data: _builtins.bytes
-    """else: a piece of the payload, in order; the last one has the status OK"""
+    """not shared: a piece of the payload, in order; the last one has the status OK"""
     checksum: _builtins.bytes
     """xxh3-128 of the payload, with the status OK"""
-    @_builtins.property
-    def slot(self) -> Global___Slot:
-        """shared only; ours until it is returned over the lease socket"""
-
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         status: Global___Status.ValueType = ...,
         tier: _builtins.str = ...,
-        slot: Global___Slot | None = ...,
         data: _builtins.bytes = ...,
         checksum: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "index", b"index", "slot", b"slot", "status", b"status", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "index", b"index", "status", b"status", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,7 +430,7 @@ class Slot(_message.Message):
     NBYTES_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     arena: _builtins.int
-    """which descriptor: 0 the window (writable), 1 the host tier (read-only)"""
+    """as above"""
     offset: _builtins.int
     nbytes: _builtins.int
     def __init__(

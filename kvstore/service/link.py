@@ -6,16 +6,17 @@ All methods run on one event loop; `attached`, `report` and the counters may be 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from pagetier.kvstore.block import Part
-from pagetier.kvstore.errors import ProtocolError
+from pagetier.kvstore.errors import PagetierError, ProtocolError
 from pagetier.kvstore.service.address import StoreAddress
 from pagetier.kvstore.service.messages import to_part
 from pagetier.kvstore.service.shared_memory import SharedMemory
@@ -29,6 +30,23 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 ATTACH_TIMEOUT_S = 5.0
+
+
+class LinkClosed(PagetierError):
+    """The channel was closed while a call was under way, since its session was lost."""
+
+
+@contextlib.contextmanager
+def calling() -> Iterator[None]:
+    """Around a call: gRPC ends those of a channel that is closed as if their task had been cancelled. Raises LinkClosed
+    instead, unless it was."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise LinkClosed("the connection to the store was closed") from None
 
 
 @dataclass(eq=False, slots=True)

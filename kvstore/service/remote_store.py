@@ -24,13 +24,13 @@ from pagetier.kvstore.block import BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
 from pagetier.kvstore.errors import ClosedError, ProtocolError
-from pagetier.kvstore.events import EventLog
+from pagetier.kvstore.events import EventLog, StoreEvent
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LookupDone, PutDone
 from pagetier.kvstore.service.address import StoreAddress
 from pagetier.kvstore.service.client import StoreClient
-from pagetier.kvstore.service.link import Attached, Link, Terms
-from pagetier.kvstore.service.messages import to_chains
+from pagetier.kvstore.service.link import Attached, Link, LinkClosed, Terms, calling
+from pagetier.kvstore.service.messages import from_event, to_chains
 from pagetier.kvstore.service.remote_transfers import RemoteLoad, RemotePut
 from pagetier.proto import kvstore_pb2 as pb
 
@@ -42,6 +42,7 @@ MAX_PUTS = 4  # streams at once
 HOUSEKEEPING_S = 2.0
 START_WAIT_S = 3.0
 CLOSE_S = 5.0
+EVENTS_RETRY_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +94,8 @@ class RemoteStore:
         self._dropped_puts = 0
         self._news = threading.Event()
         self._admin: StoreClient | None = None
-        self.events = EventLog()  # stays empty: the service's own are followed over its Events stream
+        self.events = EventLog(on_follow=self._follow_events)  # of the service's tiers, while somebody follows
+        self._relaying: asyncio.Task[None] | None = None
         self._copiers = ThreadPoolExecutor(NUM_COPY_THREADS, "kv-store-copy")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-store-link", daemon=True)
@@ -241,6 +243,7 @@ class RemoteStore:
         return link
 
     async def _shut_down(self) -> None:
+        await self._set_relay(False)
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=CLOSE_S / 2)
             for task in late:
@@ -268,7 +271,7 @@ class RemoteStore:
                     tiers += [run.tier] * min(run.num_blocks, len(ticket.names) - len(tiers))
                 ticket.attached, ticket.remote = attached, reply.ticket
                 outcome = Outcome.GOOD
-            except grpc.aio.AioRpcError as error:
+            except (grpc.aio.AioRpcError, LinkClosed) as error:
                 outcome, reason = self._judge(attached, error)
             except ProtocolError as error:
                 outcome, reason = Outcome.NEUTRAL, str(error)
@@ -309,10 +312,11 @@ class RemoteStore:
             )
             outcome, reason = Outcome.GOOD, ""
             try:
-                await load.run(attached, request, timeout_s, self._address.metadata)
-            except grpc.aio.AioRpcError as error:
+                with calling():
+                    await load.run(attached, request, timeout_s, self._address.metadata)
+            except (grpc.aio.AioRpcError, LinkClosed) as error:
                 outcome, reason = self._judge(attached, error)
-                is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                is_late = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 load.end(BlockStatus.TIMEOUT if is_late else BlockStatus.ERROR)
             except ProtocolError as error:
                 outcome, reason = Outcome.FAILED, str(error)
@@ -347,8 +351,9 @@ class RemoteStore:
         link.num_jobs += 1
         try:
             timeout_s = self._limits.put_budget_s + self._put_bytes / self._limits.floor_bytes_per_s
-            await put.run(attached, job, timeout_s, self._address.metadata)
-        except grpc.aio.AioRpcError as error:
+            with calling():
+                await put.run(attached, job, timeout_s, self._address.metadata)
+        except (grpc.aio.AioRpcError, LinkClosed) as error:
             self._judge(attached, error)
             logger.debug("a put to the store service failed: %s", error)
         except ProtocolError as error:
@@ -368,7 +373,7 @@ class RemoteStore:
         try:
             for chain in to_chains(names):
                 await self._rpc(attached.stub.Touch, pb.TouchRequest(session=attached.session, chain=chain))
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, LinkClosed) as error:
             self._judge(attached, error)
         finally:
             self._num_touches -= 1
@@ -380,8 +385,40 @@ class RemoteStore:
         try:
             request = pb.QuarantineRequest(session=attached.session, chains=to_chains(names))
             await self._rpc(attached.stub.Quarantine, request)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("%d wrong blocks could not be reported to the store: %s", len(names), error.details())
+        except (grpc.aio.AioRpcError, LinkClosed) as error:
+            logger.warning("%d wrong blocks could not be reported to the store: %s", len(names), error)
+
+    def _follow_events(self, wanted: bool) -> None:
+        if not self._is_closed:
+            self._post(self._set_relay(wanted))
+
+    async def _set_relay(self, wanted: bool) -> None:
+        if self._relaying is not None:
+            self._relaying.cancel()
+            self._relaying = None
+        if wanted:
+            self._relaying = self._loop.create_task(self._relay())
+
+    async def _relay(self) -> None:
+        """The service's events into our log, from now on. What happens while it is not reached is not told."""
+        while True:
+            attached = self._current.attached
+            if attached is not None:
+                call: Any = attached.stub.Events(pb.EventsRequest(from_now=True), metadata=self._address.metadata)
+                try:
+                    with calling():
+                        while isinstance(event := await call.read(), pb.Event):
+                            self._enter_event(from_event(event))
+                except (grpc.aio.AioRpcError, LinkClosed, ProtocolError) as error:
+                    logger.debug("the store service's events ended: %s", error)
+                finally:
+                    call.cancel()
+            await asyncio.sleep(EVENTS_RETRY_S)
+
+    def _enter_event(self, event: StoreEvent) -> None:
+        """Removals do not say whose: they are told to all."""
+        if event.domain in (None, self._domain):
+            self.events.append(event.kind, event.medium, event.keys, event.names, event.domain)
 
     async def _release(self, number: int) -> None:
         ticket = self._tickets[number]
@@ -398,13 +435,15 @@ class RemoteStore:
     async def _release_remote(self, attached: Attached, remote: int) -> None:
         try:
             await self._rpc(attached.stub.Release, pb.ReleaseRequest(session=attached.session, tickets=[remote]))
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, LinkClosed) as error:
             self._judge(attached, error)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _judge(self, attached: Attached, error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
+    def _judge(self, attached: Attached, error: grpc.aio.AioRpcError | LinkClosed) -> tuple[Outcome, str]:
         """What a failed call says of the service; a lost session is attached anew."""
+        if isinstance(error, LinkClosed):
+            return Outcome.NEUTRAL, str(error)
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND):
             attached.lost.set()
             return Outcome.NEUTRAL, error.details() or ""
@@ -413,7 +452,8 @@ class RemoteStore:
         return Outcome.FAILED, error.details() or error.code().name
 
     async def _rpc(self, method: Any, request: Any, timeout_s: float = HOUSEKEEPING_S) -> Any:
-        return await method(request, timeout=timeout_s, metadata=self._address.metadata)
+        with calling():
+            return await method(request, timeout=timeout_s, metadata=self._address.metadata)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:

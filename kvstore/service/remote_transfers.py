@@ -5,7 +5,7 @@ copies run on threads that it is given.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -16,10 +16,11 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.errors import ProtocolError
 from pagetier.kvstore.service.link import Attached
 from pagetier.kvstore.service.messages import status_of, to_chains
-from pagetier.kvstore.service.shared_memory import SharedMemory, copy_in, copy_out
+from pagetier.kvstore.service.shared_memory import CHECKSUM_BYTES, SharedMemory, copy_all_out, copy_in
 from pagetier.proto import kvstore_pb2 as pb
 
 PIECE_BYTES = 1 << 20  # of a payload in one message
+COPY_BLOCKS = 8  # of one copier at once: all of them end at about the same time
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -50,14 +51,12 @@ class RemoteLoad:
         call: Any = attached.stub.Load(request, timeout=timeout_s, metadata=metadata)
         try:
             while isinstance(reply := await call.read(), pb.LoadReply):
-                blocks = list(reply.blocks)
-                if not all(block.index < len(self._names) for block in blocks):
-                    raise ProtocolError("an answer for a block that was not asked for")
-                if memory is not None:
-                    copies.append(asyncio.ensure_future(self._copy(memory, blocks)))
-                else:
-                    for block in blocks:
-                        self._take_bytes(block)
+                for block in reply.blocks:
+                    self._take(block, is_shared=memory is not None)
+                for lent in reply.lent:
+                    if memory is None:
+                        raise ProtocolError("blocks in shared memory that was not given")
+                    copies += [asyncio.ensure_future(copy) for copy in self._copies(memory, lent)]
             if await call.code() is not grpc.StatusCode.OK:
                 await _raise(call)
         finally:
@@ -70,19 +69,47 @@ class RemoteLoad:
         for copy in copies:
             copy.result()
 
-    async def _copy(self, memory: SharedMemory, blocks: Sequence[pb.LoadedBlock]) -> None:
-        """Blocks in slots: copy, verify, give the slots back."""
-        todo = [block for block in blocks if block.status == pb.OK and block.HasField("slot")]
-        views = [(memory.view(b.slot), self._destinations[b.index], b.checksum) for b in todo]
-        loop = asyncio.get_running_loop()
-        sound = await loop.run_in_executor(self._copiers, lambda: [copy_out(*view) for view in views])
-        memory.give_back([block.slot.lease for block in todo])
-        verdicts = {block.index: is_sound for block, is_sound in zip(todo, sound, strict=True)}
-        for block in blocks:
-            self._settle(block, is_sound=verdicts.get(block.index, True))
+    def _copies(self, memory: SharedMemory, lent: pb.LentBlocks) -> Iterator[Coroutine[Any, Any, None]]:
+        """Work for the copiers, a few blocks each. Raises ProtocolError."""
+        indices, leases, offsets = list(lent.index), list(lent.lease), list(lent.offset)
+        if not len(indices) == len(leases) == len(offsets) or len(lent.checksums) != CHECKSUM_BYTES * len(indices):
+            raise ProtocolError("lent blocks: lists of several lengths")
+        if any(index >= len(self._names) for index in indices):
+            raise ProtocolError("an answer for a block that was not asked for")
+        for first in range(0, len(indices), COPY_BLOCKS):
+            at = slice(first, first + COPY_BLOCKS)
+            checksums = lent.checksums[first * CHECKSUM_BYTES : (first + COPY_BLOCKS) * CHECKSUM_BYTES]
+            pieces = [
+                (memory.view_at(lent.arena, offset, lent.nbytes), self._destinations[index])
+                for index, offset in zip(indices[at], offsets[at], strict=True)
+            ]
+            yield self._copy(memory, lent.tier, indices[at], leases[at], pieces, checksums)
 
-    def _take_bytes(self, block: pb.LoadedBlock) -> None:
-        """A piece of a payload."""
+    async def _copy(
+        self,
+        memory: SharedMemory,
+        tier: str,
+        indices: Sequence[int],
+        leases: Sequence[int],
+        pieces: Sequence[tuple[memoryview, memoryview]],
+        checksums: bytes,
+    ) -> None:
+        """Blocks in slots: copy, verify, give the slots back."""
+        loop = asyncio.get_running_loop()
+        sound = await loop.run_in_executor(self._copiers, copy_all_out, pieces, checksums)
+        memory.give_back(leases)
+        for index, is_sound in zip(indices, sound, strict=True):
+            self._settle(index, BlockStatus.OK, tier, is_sound=is_sound)
+
+    def _take(self, block: pb.LoadedBlock, *, is_shared: bool) -> None:
+        """A status, or a piece of a payload."""
+        if block.index >= len(self._names):
+            raise ProtocolError("an answer for a block that was not asked for")
+        if is_shared:
+            if block.status == pb.OK:
+                raise ProtocolError("a block without its place in shared memory")
+            self._settle(block.index, status_of(block.status), "")
+            return
         destination, at = self._destinations[block.index], self._filled[block.index]
         end = at + len(block.data)
         if end > destination.nbytes:
@@ -93,15 +120,14 @@ class RemoteLoad:
             whole = block.status != pb.OK or (
                 end == destination.nbytes and xxhash.xxh3_128_digest(destination) == block.checksum
             )
-            self._settle(block, is_sound=whole)
+            self._settle(block.index, status_of(block.status), block.tier, is_sound=whole)
 
-    def _settle(self, block: pb.LoadedBlock, *, is_sound: bool) -> None:
-        status = status_of(block.status)
+    def _settle(self, index: int, status: BlockStatus, tier: str, *, is_sound: bool = True) -> None:
         if status is BlockStatus.OK and not is_sound:
             status = BlockStatus.CORRUPT
-            self.damaged.append(self._names[block.index])
-        self._statuses[block.index] = status
-        self.tiers[block.index] = block.tier if status is BlockStatus.OK else None
+            self.damaged.append(self._names[index])
+        self._statuses[index] = status
+        self.tiers[index] = tier if status is BlockStatus.OK else None
 
 
 class RemotePut:

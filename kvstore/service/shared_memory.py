@@ -23,6 +23,7 @@ from pagetier.proto import kvstore_pb2 as pb
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_ARENAS = 2
+CHECKSUM_BYTES = 16
 CONNECT_TIMEOUT_S = 5.0
 MAX_RETURNED = 4096  # leases in one packet
 SEND_RETRY_S = 0.001
@@ -99,9 +100,13 @@ class SharedMemory:
 
     def view(self, slot: pb.Slot) -> memoryview:
         """The bytes of a slot that is on loan. Raises ProtocolError."""
-        if slot.arena >= len(self._arenas):
-            raise ProtocolError(f"a slot of arena {slot.arena}; there are {len(self._arenas)}")
-        return self._arenas[slot.arena].view(slot.offset, slot.nbytes)
+        return self.view_at(slot.arena, slot.offset, slot.nbytes)
+
+    def view_at(self, arena: int, offset: int, nbytes: int) -> memoryview:
+        """The same of its parts."""
+        if arena >= len(self._arenas):
+            raise ProtocolError(f"a slot of arena {arena}; there are {len(self._arenas)}")
+        return self._arenas[arena].view(offset, nbytes)
 
     def enter(self) -> bool:
         """Begin to use slots; False when it is too late for that."""
@@ -173,12 +178,17 @@ async def _readable(connection: socket.socket) -> None:
         loop.remove_reader(connection)
 
 
-def copy_out(source: memoryview, destination: memoryview, checksum: bytes) -> bool:
-    """Copy a slot and verify the copy; whether it is what was stored. Releases the GIL."""
-    if source.nbytes != destination.nbytes:
-        return False
-    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
-    return xxhash.xxh3_128_digest(destination) == checksum
+def copy_all_out(pieces: Sequence[tuple[memoryview, memoryview]], checksums: bytes) -> list[bool]:
+    """Copy slots, each to its destination, and verify the copies; whether each is what was stored. Releases the GIL."""
+    sound = []
+    for i, (source, destination) in enumerate(pieces):
+        if source.nbytes != destination.nbytes:
+            sound.append(False)
+            continue
+        np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
+        wanted = checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]
+        sound.append(xxhash.xxh3_128_digest(destination) == wanted)
+    return sound
 
 
 def copy_in(source: memoryview, destination: memoryview) -> bytes:

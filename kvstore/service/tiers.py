@@ -178,6 +178,7 @@ class Space:
     async def _answer(self, number: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        self._hand_out_all()  # what memory tiers answer is there already
         self._done.set()
         return await future
 
@@ -190,8 +191,11 @@ class Space:
             except TimeoutError:
                 pass  # a deadline may have passed
             self._done.clear()
-            for done in self.store.poll():
-                self._hand_out(done)
+            self._hand_out_all()
+
+    def _hand_out_all(self) -> None:
+        for done in self.store.poll():
+            self._hand_out(done)
 
     def _hand_out(self, done: Completion) -> None:
         if isinstance(done, LoadQuiesced):

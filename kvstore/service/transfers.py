@@ -25,7 +25,7 @@ from pagetier.proto import kvstore_pb2 as pb
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # of a payload in one message
-LENT_BLOCKS = 32  # named by one message, so that the client begins to copy while the next are looked up
+FIRST_LENT_BLOCKS, LENT_BLOCKS = 8, 32  # in a message: the client is to begin soon, and not to be told often
 GRANTED_BLOCKS = 8
 MAX_ANSWERS = 8  # that wait to be sent; of 1 MiB when they carry bytes
 CHECKSUM_BYTES = 16
@@ -65,6 +65,36 @@ class Staged:
     view: memoryview
 
 
+class _Lending:
+    """Blocks of one arena on their way to a client, by tier: lists, since an object for each block costs more than its
+    bytes do."""
+
+    def __init__(self, arena: int, nbytes: int) -> None:
+        self._arena, self._nbytes = arena, nbytes
+        self._by_tier: dict[str, tuple[pb.LentBlocks, list[bytes]]] = {}
+
+    def add(self, tier: str, index: int, lease: int, offset: int, checksum: bytes) -> None:
+        found = self._by_tier.get(tier)
+        if found is None:
+            lent = pb.LentBlocks(tier=tier, arena=self._arena, nbytes=self._nbytes)
+            found = self._by_tier[tier] = (lent, [])
+        lent, checksums = found
+        lent.index.append(index)
+        lent.lease.append(lease)
+        lent.offset.append(offset)
+        checksums.append(checksum)
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self._by_tier)
+
+    def lent(self) -> list[pb.LentBlocks]:
+        """All of them."""
+        for lent, checksums in self._by_tier.values():
+            lent.checksums = b"".join(checksums)
+        return [lent for lent, _ in self._by_tier.values()]
+
+
 class LoadStream:
     """One Load. Answers come as blocks arrive; a cancelled call leaves no slot behind."""
 
@@ -101,27 +131,33 @@ class LoadStream:
                 self._answers.get_nowait()
 
     async def _lend(self, names: Sequence[BlockName], rest: list[int], host: HostTier) -> AsyncIterator[pb.LoadReply]:
-        """Blocks that lie in the host tier; they are taken out of `rest`."""
+        """Blocks that lie in the host tier, a few at a time, so that the client copies while the next are looked up;
+        they are taken out of `rest`."""
         space, holder = self._session.space, self._session.holder
-        found: list[pb.LoadedBlock] = []
         served: list[int] = []
-        for i in list(rest):
-            loan = host.lend(names[i], space.part)
-            if loan is None:
-                continue
-            lease = holder.lend_block(loan, self._job)
-            slot = pb.Slot(lease=lease, arena=HOST_ARENA, offset=loan.offset, nbytes=loan.nbytes)
-            found.append(pb.LoadedBlock(index=i, status=pb.OK, tier=host.name, slot=slot, checksum=loan.checksum))
-            served.append(i)
-        if not served:
-            return
-        taken = set(served)
-        rest[:] = [i for i in rest if i not in taken]
-        hits = [names[i] for i in served]
-        space.count_hits(hits, [host.name] * len(hits))
-        space.store.touch(hits)
-        for first in range(0, len(found), LENT_BLOCKS):
-            yield pb.LoadReply(blocks=found[first : first + LENT_BLOCKS])
+        try:
+            first, count = 0, FIRST_LENT_BLOCKS
+            while first < len(names):
+                if holder.has_ended(self._job) or not self._session.has_socket:
+                    rest.clear()  # nobody is left to give it back
+                    return
+                lending = _Lending(HOST_ARENA, space.payload_bytes)
+                for i, loan in enumerate(host.lend(names[first : first + count], space.part), first):
+                    if loan is not None and loan.nbytes == space.payload_bytes:
+                        lease = holder.lend_block(loan, self._job)
+                        lending.add(host.name, i, lease, loan.offset, loan.checksum)
+                        served.append(i)
+                    elif loan is not None:
+                        host.give_back(loan)
+                if lending.is_any:
+                    yield pb.LoadReply(lent=lending.lent())
+                first, count = first + count, min(2 * count, LENT_BLOCKS)
+        finally:  # what was lent is used, whether or not the client waits for the rest
+            taken = set(served)
+            rest[:] = [i for i in rest if i not in taken]
+            hits = [names[i] for i in served]
+            space.count_hits(hits, [host.name] * len(hits))
+            space.store.touch(hits)
 
     async def _read(self, names: Sequence[BlockName], rest: Sequence[int], *, shared: bool) -> None:
         """Through the window, a piece at a time, the next one read while the one before is sent."""
@@ -162,22 +198,25 @@ class LoadStream:
                     self._number, [names[i] for i in piece], [one.view for one in staged]
                 )
                 statuses, tiers = list(done.statuses), done.tiers
-            reply = pb.LoadReply()
+            reply, lending = pb.LoadReply(), _Lending(WINDOW_ARENA, session.space.payload_bytes)
             for i, status, tier, one in zip(piece, statuses, tiers, staged, strict=True):
                 block = pb.LoadedBlock(index=i, status=STATUSES[status], tier=tier or "")
                 if status is BlockStatus.OK and not self._is_cancelled:
-                    block.checksum = xxhash.xxh3_128_digest(one.view)
+                    checksum = xxhash.xxh3_128_digest(one.view)
                     if shared and session.has_socket and not session.holder.has_ended(self._job):
                         left.remove(one)
                         one.view.release()
-                        block.slot.CopyFrom(self._lent(one.slot))
-                    elif not shared:
+                        lease = session.holder.lend_slot(one.slot, self._job)
+                        lending.add(block.tier, i, lease, one.slot.offset, checksum)
+                        continue
+                    if not shared:
+                        block.checksum = checksum
                         await self._send_bytes(block, one.view)
                         continue
-                    else:
-                        block.status = pb.ERROR
+                    block.status = pb.ERROR
                 reply.blocks.append(block)
-            if reply.blocks and not self._is_cancelled:
+            reply.lent.extend(lending.lent())
+            if (reply.blocks or reply.lent) and not self._is_cancelled:
                 await self._answers.put(reply)
             if quiesced is not None:
                 await quiesced
@@ -185,10 +224,6 @@ class LoadStream:
             for one in left:
                 one.view.release()
                 self._window.free(one.slot, session.holder)
-
-    def _lent(self, slot: Slot) -> pb.Slot:
-        lease = self._session.holder.lend_slot(slot, self._job)
-        return pb.Slot(lease=lease, arena=WINDOW_ARENA, offset=slot.offset, nbytes=slot.nbytes)
 
     async def _send_bytes(self, block: pb.LoadedBlock, view: memoryview) -> None:
         for first in range(0, view.nbytes, PIECE_BYTES):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagetier.kvstore.block import BlockName, BlockStatus, KVGroup, Part, Plane
-from pagetier.kvstore.config import MIB, StoreConfig
+from pagetier.kvstore.config import MIB, StoreConfig, StoreLimits
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LookupDone, PutDone
 from pagetier.kvstore.keys import chain_names, root_key
@@ -150,7 +150,7 @@ class Client:
     """A RemoteStore and what it answered."""
 
     def __init__(self, address: StoreAddress, model: str = "llama", **options: Any) -> None:
-        options = {"load_budget_s": 20.0, **options}
+        options = {"load_budget_s": 20.0, "limits": StoreLimits(put_budget_s=20.0), **options}  # machines are busy
         self.store = RemoteStore(address, identity(model), PART, PAYLOAD_BYTES, **options)
         self._seen: list[Completion] = []
 

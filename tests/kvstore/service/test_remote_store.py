@@ -8,15 +8,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from pagetier.kvstore.block import BlockStatus
-from pagetier.kvstore.job import LoadDone, PutDone
+from pagetier.kvstore.events import EventKind
+from pagetier.kvstore.job import LoadDone, LookupDone, PutDone
 from pagetier.kvstore.service import shared_memory
+from pagetier.kvstore.service.messages import to_chains
+from pagetier.proto import kvstore_pb2 as pb
+from pagetier.proto.kvstore_pb2_grpc import KVStoreStub
 from tests.kvstore.service.service_rig import (
     PAYLOAD_BYTES,
     TOKEN,
@@ -146,19 +152,98 @@ def test_a_block_that_arrives_damaged_is_recomputed_and_taken_out(
     names = names_of(8, seeds(request))
     with Client(shared.address) as client:
         client.put(names)
-        copy_out = shared_memory.copy_out
+        copy_all_out = shared_memory.copy_all_out
 
-        def damaging(source: memoryview, destination: memoryview, checksum: bytes) -> bool:
-            if bytes(source[:64]) == payload(names[5])[:64]:
-                checksum = bytes(16)
-            return copy_out(source, destination, checksum)
+        def damaging(pieces: Sequence[tuple[memoryview, memoryview]], checksums: bytes) -> list[bool]:
+            wanted = [checksums[at : at + 16] for at in range(0, len(checksums), 16)]
+            for i, (source, _) in enumerate(pieces):
+                if bytes(source[:64]) == payload(names[5])[:64]:
+                    wanted[i] = bytes(16)
+            return copy_all_out(pieces, b"".join(wanted))
 
-        monkeypatch.setattr("pagetier.kvstore.service.remote_transfers.copy_out", damaging)
+        monkeypatch.setattr("pagetier.kvstore.service.remote_transfers.copy_all_out", damaging)
         ticket, _ = client.lookup(names)
         done = client.load(ticket, names)
         assert done.statuses == (*[OK] * 5, BlockStatus.CORRUPT, OK, OK)
         client.store.release(ticket)
         until(lambda: len(client.found(names)) == 5)
+    shared.until_idle()
+
+
+def test_the_services_events_are_an_engines_while_it_follows(shared: Service) -> None:
+    names, log = names_of(6, 81), shared.server.tiers.watch.events  # type: ignore[union-attr]
+    with Client(shared.address) as client, Client(shared.address, "gemma") as other:
+        client.put(names_of(3, 80))
+        assert client.store.events.next_seq == 0, "nobody follows"
+        client.store.events.follow(True)
+        until(lambda: bool(log._listeners))
+        other.put(names_of(4, 81, "gemma"))
+        client.put(names)
+        wanted = {(tier, name.key) for tier in ("host", "nvme") for name in names}
+        until(lambda: {(e.medium, key) for e in client.store.events.since(0).events for key in e.keys} >= wanted)
+        stored = [event for event in client.store.events.since(0).events if event.kind is EventKind.STORED]
+        assert {event.domain for event in stored} == {identity().domain()}, "another model's are not told"
+        client.store.events.follow(False)
+        until(lambda: not log._listeners)
+    shared.until_idle()
+
+
+@pytest.mark.parametrize("transport", ["shared", "grpc"])
+def test_what_is_under_way_when_a_session_is_lost_is_answered(transport: str) -> None:
+    with service(token=TOKEN, listen="127.0.0.1:0") as running:
+        address = running.address if transport == "shared" else running.tcp_address
+        with Client(address) as client:
+            names, more = names_of(9, 83), names_of(5, 84)
+            client.put(names)
+            ticket, _ = client.lookup(names)
+            attached = client.store._current.attached
+            assert attached is not None
+            gate = threading.Event()
+            running.loop.call_soon_threadsafe(gate.wait)  # the service is silent for a while
+            store, buffers = client.store, [memoryview(bytearray(PAYLOAD_BYTES)) for _ in names]
+            load, lookup = store.submit_load(ticket, names, buffers), store.submit_lookup(names)
+            put = store.submit_put(more, [memoryview(payload(name)) for name in more])
+            until(lambda: store.counters()["open"] == 3)
+            store._loop.call_soon_threadsafe(attached.lost.set)
+            done = client.wait(LoadDone, load), client.wait(PutDone, put)
+            assert {status for one in done for status in one.statuses} == {BlockStatus.ERROR}
+            assert client.wait(LookupDone, lookup).tiers == ()
+            gate.set()
+            until(lambda: client.store.is_attached)
+            assert set(client.hit(names)) == {"host"}
+            for number in (ticket, lookup):
+                store.release(number)
+        running.until_idle()
+
+
+def test_events_go_on_when_the_service_was_restarted() -> None:
+    with service() as running, Client(running.address) as client:
+        client.store.events.follow(True)
+        until(lambda: bool(running.server.tiers and running.server.tiers.watch.events._listeners))
+        running.stop()
+        running.start()
+        until(lambda: bool(running.server.tiers and running.server.tiers.watch.events._listeners))
+        until(lambda: client.store.is_attached)
+        client.put(names_of(2, 82))
+        until(lambda: client.store.events.next_seq > 0)
+
+
+def test_what_a_client_has_ended_is_lent_no_more(shared: Service) -> None:
+    names = names_of(40, 71)
+    with Client(shared.address) as client, grpc.insecure_channel(shared.address.target) as channel:
+        client.put(names)
+        attached, stub = client.store._current.attached, KVStoreStub(channel)
+        assert attached is not None and attached.memory is not None
+        (chain,) = to_chains(names)
+        found = stub.Lookup(pb.LookupRequest(session=attached.session, chain=chain), metadata=shared.address.metadata)
+        client.store._loop.call_soon_threadsafe(lambda: attached.memory.give_back(jobs=[1 << 40]))
+        (session,) = shared.server.sessions._sessions.values()
+        until(lambda: session.holder.has_ended(1 << 40))
+        request = pb.LoadRequest(
+            session=attached.session, ticket=found.ticket, blocks=range(40), shared=True, job=1 << 40
+        )
+        assert not list(stub.Load(request, metadata=shared.address.metadata))
+        assert shared.counts()["leases"] == 0
     shared.until_idle()
 
 
