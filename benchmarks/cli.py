@@ -115,6 +115,11 @@ BENCHES = {
         "pagetier.benchmarks.shared",
         full_minutes=15,
     ),
+    "codec": Bench(
+        "what the lossless codec makes of real KV, how fast, and how slow a link must be for it to pay",
+        "pagetier.benchmarks.codec",
+        full_minutes=2,
+    ),
     "policies": Bench(
         "no eviction policy leaves clearly more usable prefix tokens in a host tier than the default",
         "pagetier.benchmarks.policies.bench",

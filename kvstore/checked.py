@@ -36,4 +36,5 @@ def judge(status: RecordStatus, header: Header | None, has_key: bool) -> tuple[V
         RecordStatus.GARBAGE: "is no record",
         RecordStatus.MISMATCH: "is another record than the one that should be there",
         RecordStatus.CHECKSUM: "the checksum is wrong" if not has_key else "the checksum or the MAC key is wrong",
+        RecordStatus.UNDECODABLE: "is not what its codec makes of a block",
     }[status]

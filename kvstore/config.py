@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagetier.kvstore.codec import parse_codecs
 from pagetier.kvstore.errors import ConfigError
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -26,6 +27,7 @@ URL_SCHEMES = (
     *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )
 EMBEDDED = "embedded"
+CODEC_HELP = "Lossless codec of what is written to a tier, e.g. redis=planes-zstd; default: none."
 WARMUP_HELP = "Bytes of the hottest blocks that go to the host tier after a start, when idle; 0: none."
 LOCAL_STORE, STORE_SCHEMES = "local", ("unix:///", "grpc://", "grpcs://")
 _LOGIN_OPTION = re.compile(r"([?&][^=&]*(?:user|pass)[^=&]*=)[^&]*", re.IGNORECASE)
@@ -131,6 +133,8 @@ class StoreConfig:
         is less than the prefill that a useful hit saves.
     write_policy: "redis=second-touch" gives that tier a block when it is used for a second time; what is not named is
         written through, so that it is there after a restart.
+    codec: "redis=planes-zstd" encodes what is written to that tier, without loss; read is what any codec made. None by
+        default: it pays only where a link is slow or a tier too small (`pagetier bench codec`).
     warmup: bytes of the hottest blocks that are copied to the host tier after a start, while nobody needs the tiers; 0
         (the default): none.
     poison: overwrite host slots that are free; set by --paranoid.
@@ -153,6 +157,7 @@ class StoreConfig:
     mac_key_file: Path | None = None
     load_budget_s: float = 1.0
     write_policy: str = ""
+    codec: str = ""
     warmup: int = 0
     poison: bool = False
     pins_path: Path | None = None
@@ -168,6 +173,11 @@ class StoreConfig:
     def second_touch(self) -> tuple[str, ...]:
         """The tiers that are given a block when it is used for a second time."""
         return parse_write_policy(self.write_policy)
+
+    @property
+    def codecs(self) -> dict[str, int]:
+        """The codecs of the tiers that have one."""
+        return parse_codecs(self.codec, ("nvme", "redis"))
 
     def __post_init__(self) -> None:
         for tier in self.tiers:
@@ -200,6 +210,8 @@ class StoreConfig:
                 raise ConfigError.bad_value(
                     "--kv-write-policy", tier, f"tiers of --kv-tier: {', '.join(self.tier_names)}"
                 )
+        if missing := next((tier for tier in self.codecs if tier not in self.tiers), None):
+            raise ConfigError.bad_value("--kv-codec", missing, f"tiers of --kv-tier: {', '.join(self.tiers)}")
         if self.warmup and "host" not in self.tier_names:
             raise ConfigError("--kv-warmup fills the host tier: give --kv-host-size, such as --kv-host-size 4GiB")
         if self.store_url is not None:

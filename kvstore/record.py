@@ -12,17 +12,18 @@ import hmac
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
+from pagetier.kvstore import codec
 from pagetier.kvstore.block import KEY_BYTES, TOKEN_BYTES, Address, BlockName, Part
+from pagetier.kvstore.codec import Coding
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"PGTREC1\n"
 VERSION = 1
-CODEC_NONE = 0
 CHECK_XXH3, CHECK_MAC = 0, 1  # what `checksum` is: xxh3-128, or keyed BLAKE2b-128
 PAGE_BYTES = 4096
 
@@ -43,6 +44,7 @@ class RecordStatus(StrEnum):
     GARBAGE = "garbage"  # not a record: magic, version, lengths or the header's own check are wrong, or it is cut short
     MISMATCH = "mismatch"  # a sound header, of another record than the one asked for
     CHECKSUM = "checksum"  # the right header, other payload or, with a MAC key, another key
+    UNDECODABLE = "undecodable"  # verified, and yet nothing that its codec makes of such a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Header:
     checksum: bytes
     check: int = CHECK_XXH3
 
+    @property
+    def coding(self) -> Coding:
+        return Coding(self.codec, self.raw_bytes)
+
 
 def header_bytes(num_tokens: int) -> int:
     """Size of the unpadded header of a block of `num_tokens`."""
@@ -71,39 +77,51 @@ def pack_header(
     name: BlockName,
     part: Part,
     payload: Buffer,
-    codec: int = CODEC_NONE,
+    coding: Coding | None = None,
     *,
     mac_key: bytes | None = None,
 ) -> bytes:
-    """The unpadded header for a stored `payload` (with codec 0 the block's own bytes).
+    """The unpadded header for a `payload` as it is stored; without `coding` the block's own bytes.
 
     Reads the whole payload for the checksum. Raises ValueError for a name that no record can have.
     """
-    fields = _pack_fields(domain, name, part, memoryview(payload).nbytes, (codec, _check_of(mac_key)))
+    fields = _pack_fields(domain, name, part, _Stored.of(payload, coding, mac_key))
     checksum = _checksum(fields, name.tokens, payload, mac_key)
     return fields + checksum + _header_check(fields + checksum, name.tokens) + name.tokens
 
 
-def _check_of(mac_key: bytes | None) -> int:
-    return CHECK_XXH3 if mac_key is None else CHECK_MAC
+class _Stored(NamedTuple):
+    """What a header says of its payload."""
+
+    codec: int
+    check: int
+    payload_bytes: int
+    raw_bytes: int
+
+    @classmethod
+    def of(cls, payload: Buffer, coding: Coding | None, mac_key: bytes | None) -> _Stored:
+        nbytes = memoryview(payload).nbytes
+        number, raw_bytes = coding or (codec.NONE, nbytes)
+        return cls(number, CHECK_XXH3 if mac_key is None else CHECK_MAC, nbytes, raw_bytes)
 
 
-def _pack_fields(domain: bytes, name: BlockName, part: Part, payload_bytes: int, coding: tuple[int, int]) -> bytes:
+def _pack_fields(domain: bytes, name: BlockName, part: Part, stored: _Stored) -> bytes:
     num_tokens, odd = divmod(len(name.tokens), TOKEN_BYTES)
     if odd or not 1 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"a record holds 1 to {MAX_TOKENS} tokens of 4 bytes, got {len(name.tokens)} bytes")
     if not all(len(field) == KEY_BYTES for field in (domain, name.root, name.key, name.parent)):
         raise ValueError("domain, root, key and parent have 32 bytes each")
-    if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a payload holds at most {MAX_PAYLOAD_BYTES} bytes, got {payload_bytes}")
+    if stored.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload holds at most {MAX_PAYLOAD_BYTES} bytes, got {stored.payload_bytes}")
     try:
         return _FIXED.pack(
             MAGIC,
             VERSION,
-            *coding,
+            stored.codec,
+            stored.check,
             header_bytes(num_tokens),
-            payload_bytes,
-            payload_bytes,
+            stored.payload_bytes,
+            stored.raw_bytes,
             name.position,
             num_tokens,
             part.group,
@@ -145,7 +163,7 @@ def parse_header(buffer: Buffer) -> Header | None:
     if view.nbytes < FIXED_BYTES:
         return None
     fixed = bytes(view[:FIXED_BYTES])
-    magic, version, codec, check, size, *counts = _FIXED.unpack_from(fixed)
+    magic, version, number, check, size, *counts = _FIXED.unpack_from(fixed)
     payload_bytes, raw_bytes, position, num_tokens, *rest = counts
     if magic != MAGIC or version != VERSION or not 1 <= num_tokens <= MAX_TOKENS:
         return None
@@ -156,18 +174,54 @@ def parse_header(buffer: Buffer) -> Header | None:
         return None
     part, (domain, root, key, parent) = Part(*rest[:5]), rest[5:]
     name = BlockName(key, parent, root, position, tokens)
-    return Header(domain, name, part, codec, payload_bytes, raw_bytes, fixed[_CHECKSUM_AT:_HEADER_CHECK_AT], check)
+    return Header(domain, name, part, number, payload_bytes, raw_bytes, fixed[_CHECKSUM_AT:_HEADER_CHECK_AT], check)
+
+
+def unpack(
+    header: Buffer,
+    stored: memoryview,
+    destination: memoryview,
+    domain: bytes,
+    name: BlockName,
+    part: Part,
+    *,
+    mac_key: bytes | None = None,
+) -> RecordStatus:
+    """`verify` a record, and fill `destination` with its block. stored: its payload, the first bytes of `destination`,
+    all of them unless it is encoded.
+
+    Nothing is decoded that was not verified.
+    """
+    if stored.nbytes == destination.nbytes:
+        return verify(header, stored, domain, name, part, mac_key=mac_key)
+    found = parse_header(header)
+    if found is None:
+        return RecordStatus.GARBAGE
+    if found.codec == codec.NONE:
+        return RecordStatus.MISMATCH
+    coding = Coding(found.codec, destination.nbytes)
+    status = verify(header, stored, domain, name, part, coding, mac_key=mac_key)
+    if status is RecordStatus.OK and not codec.decode(stored, destination, found.codec):
+        return RecordStatus.UNDECODABLE
+    return status
 
 
 def verify(
-    header: Buffer, payload: Buffer, domain: bytes, name: BlockName, part: Part, *, mac_key: bytes | None = None
+    header: Buffer,
+    payload: Buffer,
+    domain: bytes,
+    name: BlockName,
+    part: Part,
+    coding: Coding | None = None,
+    *,
+    mac_key: bytes | None = None,
 ) -> RecordStatus:
-    """Check a record of codec 0: its header (may be followed by zeros, nothing else) and its whole payload.
+    """Check a record as it is stored: its header (may be followed by zeros, nothing else) and its whole payload.
 
     Every field is compared with what was asked for, then the checksum. Reads the payload once; never raises for
     anything that is in `header` or `payload`. Raises ValueError when what is asked for is no possible record.
     """
-    fields = _pack_fields(domain, name, part, memoryview(payload).nbytes, (CODEC_NONE, _check_of(mac_key)))
+    fields = _pack_fields(domain, name, part, _Stored.of(payload, coding, mac_key))
     size = header_bytes(name.num_tokens)
     found = bytes(memoryview(header).cast("B"))
     if len(found) < size:
@@ -193,7 +247,7 @@ def mismatched_fields(header: Header, domain: bytes, name: BlockName, part: Part
         "tokens": (header.name.tokens, name.tokens),
         "payload_bytes": (header.payload_bytes, payload_bytes),
         "raw_bytes": (header.raw_bytes, payload_bytes),
-        "codec": (header.codec, CODEC_NONE),
+        "codec": (header.codec, codec.NONE),
     }
     return [field for field, (found, asked) in pairs.items() if found != asked]
 

@@ -25,6 +25,7 @@ from pagetier.kvstore.assembling import AssemblingTier
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.book import Use
 from pagetier.kvstore.breaker import BreakerState
+from pagetier.kvstore.codec import NONE
 from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
 from pagetier.kvstore.copying import TierCopier
 from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
@@ -585,6 +586,7 @@ def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | N
             io=config.nvme_io,
             fsync=config.nvme_fsync,
             mac_key=mac_key,
+            codec=config.codecs.get(name, NONE),
             scrub_bytes_per_s=config.nvme_scrub,
         )
     from pagetier.kvstore.redis.embedded import join_embedded
@@ -593,4 +595,4 @@ def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | N
     url = config.redis_url
     if url == EMBEDDED:
         url = resources.enter_context(join_embedded(places.redis_dir(), config.redis_size, config.redis_linger_s)).url
-    return RedisTier(url, domain, ttl_s=config.redis_ttl_s, mac_key=mac_key)
+    return RedisTier(url, domain, ttl_s=config.redis_ttl_s, mac_key=mac_key, codec=config.codecs.get(name, NONE))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.kvstore.config import EMBEDDED, WARMUP_HELP, default_redis_url, parse_size
+from pagetier.kvstore.config import CODEC_HELP, EMBEDDED, WARMUP_HELP, default_redis_url, parse_size
 
 TIERS = "KV tiers below the device"
 
@@ -49,6 +49,7 @@ class TierFlags:
     kv_redis_linger: Annotated[
         float, tier_option("--kv-redis-linger", text="Seconds the embedded server outlives its last user.")
     ] = 600.0
+    kv_codec: Annotated[str, tier_option("--kv-codec", text=CODEC_HELP)] = ""
     kv_warmup: Annotated[str, tier_option("--kv-warmup", text=WARMUP_HELP)] = "0"
     kv_load_budget_ms: Annotated[
         float, tier_option("--kv-load-budget-ms", text="A request's longest wait for tiers.")
@@ -71,6 +72,7 @@ class TierFlags:
             "redis_size": parse_size(self.kv_redis_size, "--kv-redis-size"),
             "redis_ttl_s": self.kv_redis_ttl,
             "redis_linger_s": self.kv_redis_linger,
+            "codec": self.kv_codec,
             "warmup": parse_size(self.kv_warmup, "--kv-warmup"),
             "load_budget_s": self.kv_load_budget_ms / 1e3,
             "mac_key_file": None if self.kv_mac_key is None else self.kv_mac_key.expanduser().absolute(),

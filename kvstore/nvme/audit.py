@@ -42,5 +42,5 @@ def read_record(
         status = RecordStatus.MISMATCH
         own = address_bytes(Address(header.name.key, header.part))
         if own == address and header.payload_bytes == place.payload_bytes:
-            status = verify(page, payload, header.domain, header.name, header.part, mac_key=mac_key)
+            status = verify(page, payload, header.domain, header.name, header.part, header.coding, mac_key=mac_key)
     return Audited(status, header, page, payload)

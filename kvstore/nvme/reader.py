@@ -16,7 +16,7 @@ from pagetier.kvstore.nvme.index import Place, RecordIndex
 from pagetier.kvstore.nvme.log import is_aligned
 from pagetier.kvstore.nvme.quarantine import Quarantine
 from pagetier.kvstore.nvme.segment import round_up
-from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, verify
+from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, unpack
 from pagetier.kvstore.tier import BlockRead
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,11 @@ class Wanted:
     place: Place
     read: BlockRead
     domain: bytes
+
+    @property
+    def room(self) -> memoryview:
+        """Where its payload goes as it is stored: into the front of the destination, with padding that fits there."""
+        return self.read.destination[: round_up(self.place.payload_bytes)]
 
 
 def plan_runs(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
@@ -140,8 +145,8 @@ class Reader:
         buffers = []
         for i, record in enumerate(run):
             buffers.append(scratch[i * PAGE_BYTES : (i + 1) * PAGE_BYTES])
-            buffers.append(record.read.destination)
-            padding = round_up(record.place.payload_bytes) - record.place.payload_bytes
+            buffers.append(record.room)
+            padding = round_up(record.place.payload_bytes) - record.room.nbytes
             if padding:
                 buffers.append(scratch[_MAX_RECORDS * PAGE_BYTES :][:padding])
         return buffers
@@ -162,10 +167,11 @@ class Reader:
 
     def _judge(self, segment: Segment, record: Wanted, page: memoryview) -> BlockStatus:
         read = record.read
-        status = verify(page, read.destination, record.domain, read.name, read.part, mac_key=self.mac_key)
+        stored = read.destination[: record.place.payload_bytes]
+        status = unpack(page, stored, read.destination, record.domain, read.name, read.part, mac_key=self.mac_key)
         if status is RecordStatus.OK:
             with self._lock:
-                self.bytes_read += read.destination.nbytes
+                self.bytes_read += stored.nbytes
                 if self._strikes:
                     self._strikes.pop(record.address, None)
             return BlockStatus.OK

@@ -17,6 +17,7 @@ from mmap import mmap
 from pathlib import Path
 
 from pagetier.kvstore.block import KEY_BYTES, Address, AddressRun, BlockName, BlockStatus, Part
+from pagetier.kvstore.codec import NONE, stored_as
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
@@ -64,6 +65,7 @@ class NvmeTier:
         files: Files | None = None,
         refresh_s: float = _REFRESH_S,
         mac_key: bytes | None = None,
+        codec: int = NONE,
         scrub_bytes_per_s: int = 0,
     ) -> None:
         _validate(capacity_bytes, domain, io, fsync)
@@ -71,6 +73,7 @@ class NvmeTier:
             segment_bytes = _default_segment_bytes(capacity_bytes)
         self.path = Path(path)
         self._io, self._domain, self._capacity_bytes, self._mac_key = io, domain, capacity_bytes, mac_key
+        self._codec = codec  # of what is written; what is read may have any
         self._files = Files() if files is None else files
         self._folder = Folder(self._files, self.path)
         self._index = RecordIndex()
@@ -269,7 +272,7 @@ class NvmeTier:
         for i, (address, place) in enumerate(zip(packed, self._index.find(packed), strict=True)):
             if place is None:
                 continue
-            if place.payload_bytes != reads[i].destination.nbytes:
+            if place.payload_bytes > reads[i].destination.nbytes:  # less: it is encoded
                 segment = self._catalog.get(place.segment)
                 if segment is not None:
                     self._quarantine.condemn(segment, address, place, "payload of another size")
@@ -292,8 +295,9 @@ class NvmeTier:
             statuses[i] = BlockStatus.TIMEOUT
             if self._files.now_s() < deadline_s:
                 domain = write.domain or self._domain
-                payload = write.source.cast("B")
-                make = functools.partial(pack_header, domain, write.name, write.part, payload, mac_key=self._mac_key)
+                payload, coding = stored_as(write.source.cast("B"), self._codec)
+                named = (domain, write.name, write.part, payload, coding)
+                make = functools.partial(pack_header, *named, mac_key=self._mac_key)
                 nbytes = record_bytes(payload.nbytes)
                 todo.append((i, Pending(write.name.key + tag, write.name.parent + tag, nbytes, make, payload)))
         if todo and self._write_lock.acquire(timeout=max(0.0, deadline_s - self._files.now_s())):

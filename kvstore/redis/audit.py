@@ -106,7 +106,9 @@ def _checked(name: bytes, value: bytes, mac_key: bytes | None) -> Checked:
         expected = redis_name(header.domain, Address(header.name.key, header.part)).encode()
         status = RecordStatus.MISMATCH
         if expected == name and header.payload_bytes == payload.nbytes:
-            status = verify(value[:cut], payload, header.domain, header.name, header.part, mac_key=mac_key)
+            status = verify(
+                value[:cut], payload, header.domain, header.name, header.part, header.coding, mac_key=mac_key
+            )
     verdict, reason = judge(status, header, mac_key is not None)
     where = name.decode(errors="replace")
     if header is None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.codec import NONE, stored_as
 from pagetier.kvstore.errors import ProtocolError
-from pagetier.kvstore.record import RecordStatus, header_bytes, pack_header, verify
+from pagetier.kvstore.record import RecordStatus, header_bytes, pack_header, unpack
 from pagetier.kvstore.redis.account import Account, parse_info
 from pagetier.kvstore.redis.names import RecordNames
 from pagetier.kvstore.redis.pool import ConnectionPool, RefusedError
@@ -33,7 +34,7 @@ _Sized = TypeVar("_Sized", BlockRead, BlockWrite)
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
     """What all nodes of a tier have in common. window_bytes: of one pipeline; while one window arrives the next is
-    asked for. db: for the keyspace in INFO.
+    asked for. db: for the keyspace in INFO. codec: of what is written; what is read may have any.
     """
 
     ttl_ms: int
@@ -41,6 +42,7 @@ class NodeSettings:
     max_connections: int
     db: int
     mac_key: bytes | None
+    codec: int = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +171,10 @@ class Node:
                 self._account.error_reply(reply.code)
                 return BlockStatus.CORRUPT
             return self._redirect(reply) or self._refused(READING, reply)
-        if reply != len(header) + payload.nbytes:
+        if not len(header) < reply <= len(header) + payload.nbytes:
             return BlockStatus.CORRUPT
-        mac_key = self._settings.mac_key
-        if verify(header, payload, domain, read.name, read.part, mac_key=mac_key) is not RecordStatus.OK:
+        stored, mac_key = payload[: reply - len(header)], self._settings.mac_key
+        if unpack(header, stored, payload, domain, read.name, read.part, mac_key=mac_key) is not RecordStatus.OK:
             return BlockStatus.CORRUPT
         self._account.read(reply)
         return BlockStatus.OK
@@ -209,7 +211,7 @@ class Node:
     ) -> None:
         """Answer for what is there already (and renew it) or cannot be stored, before any payload is sent.
 
-        A value of another length or type is not there: it will be replaced.
+        A value of another length or type is not there: it will be replaced. With a codec, shorter ones are.
         """
         ttl, first = b"%d" % self._settings.ttl_ms, _ASKING if is_asking else b""
         commands = [
@@ -226,9 +228,15 @@ class Node:
                     answers[i] = self._redirect(renewed) or self._refused(WRITING, renewed)
                 elif isinstance(length, ErrorReply) and length.code != "WRONGTYPE":
                     answers[i] = self._redirect(length) or self._refused(WRITING, length)
-                elif renewed == 1 and length == _record_bytes(writes[i]):
+                elif renewed == 1 and self._is_length_of(writes[i], length):
                     answers[i] = BlockStatus.EXISTS
             done += len(window)
+
+    def _is_length_of(self, write: BlockWrite, length: object) -> bool:
+        whole = _record_bytes(write)
+        if self._settings.codec == NONE:
+            return length == whole
+        return isinstance(length, int) and header_bytes(write.name.num_tokens) < length <= whole
 
     def _write(
         self,
@@ -241,39 +249,42 @@ class Node:
         is_asking: bool,
     ) -> None:
         """SET what has no answer yet. After an error reply nothing more is sent; the rest keeps None."""
-        left = [i for i, answer in enumerate(answers) if answer is None]
+        left, sizes = [i for i, answer in enumerate(answers) if answer is None], dict[int, int]()
         for window in self._windows_of_blocks([writes[i] for i in left]):
             self._check_deadline(deadline_s)
             now, left = left[: len(window)], left[len(window) :]
             for few in _in_sends(now, window):
                 buffers: list[bytes | memoryview] = []
                 for i, write in few:
-                    buffers += ((_ASKING,) if is_asking else ()) + self._set_command(write, names[i])
+                    start, payload = self._set_command(write, names[i])
+                    buffers += [*((_ASKING,) if is_asking else ()), start, payload, self._after_value]
+                    sizes[i] = header_bytes(write.name.num_tokens) + payload.nbytes
                 connection.send(buffers, len(few) * (1 + is_asking), deadline_s)
-            for i, write in zip(now, window, strict=True):
+            for i in now:
                 if is_asking:
                     connection.read_reply(deadline_s)
-                answers[i] = self._stored(connection, write, deadline_s)
+                answers[i] = self._stored(connection, sizes[i], deadline_s)
             if any(answers[i] is not BlockStatus.OK for i in now):
                 return
 
-    def _stored(self, connection: RespConnection, write: BlockWrite, deadline_s: float) -> Answer:
-        """What the reply to a SET says."""
+    def _stored(self, connection: RespConnection, nbytes: int, deadline_s: float) -> Answer:
+        """What the reply to a SET of so many bytes says."""
         reply = connection.read_reply(deadline_s)
         if reply == b"OK":
-            self._account.wrote(self.server, _record_bytes(write))
+            self._account.wrote(self.server, nbytes)
             return BlockStatus.OK
         if isinstance(reply, ErrorReply):
             return self._redirect(reply) or self._refused(WRITING, reply)
         connection.close()
         raise ProtocolError(f"RESP: expected OK, got {str(reply)[:64]}")
 
-    def _set_command(self, write: BlockWrite, names: RecordNames) -> tuple[bytes | memoryview, ...]:
-        """`SET name record PX ttl` around the payload, which is not copied."""
-        payload, name = write.source.cast("B"), names.name(write.address)
-        header = pack_header(names.domain, write.name, write.part, payload, mac_key=self._settings.mac_key)
+    def _set_command(self, write: BlockWrite, names: RecordNames) -> tuple[bytes, memoryview]:
+        """`SET name record` up to the payload, and that, which is not copied unless it is encoded."""
+        settings, name = self._settings, names.name(write.address)
+        payload, coding = stored_as(write.source.cast("B"), settings.codec)
+        header = pack_header(names.domain, write.name, write.part, payload, coding, mac_key=settings.mac_key)
         start = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, len(header) + payload.nbytes, header)
-        return start, payload, self._after_value
+        return start, payload
 
     # -- small commands -----------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class RespConnection:
     def read_bulk_into(self, parts: Sequence[memoryview], deadline_s: float) -> int | ErrorReply | None:
         """The next reply, a bulk string, received into `parts` in turn: its length in bytes, None for a null.
 
-        When the length is not that of all parts together, the bulk is read and thrown away.
+        A shorter one than all parts together leaves the rest of them alone; a longer one is read and thrown away.
         """
         line = self._read_line(deadline_s)
         kind, rest = line[:1], line[1:]
@@ -127,9 +127,11 @@ class RespConnection:
         if length < 0:
             self.outstanding -= 1
             return None
-        if length == sum(part.nbytes for part in parts):
+        if length <= sum(part.nbytes for part in parts):
+            left = length
             for part in parts:
-                self._fill(part, deadline_s)
+                self._fill(part[:left], deadline_s)
+                left -= min(left, part.nbytes)
         else:
             self._skip(length, deadline_s)
         self._end_of_bulk(deadline_s)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pagetier.kvstore.block import Address, BlockStatus
+from pagetier.kvstore.codec import NONE
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.record import REDIS_IDENTITIES
 from pagetier.kvstore.redis.account import Account
@@ -75,6 +76,7 @@ class RedisTier:
         max_pipeline_bytes: int = MAX_PIPELINE_BYTES,
         refresh_interval_s: float = REFRESH_INTERVAL_S,
         mac_key: bytes | None = None,
+        codec: int = NONE,
         sockets: Sockets | None = None,
     ) -> None:
         """Connects to nothing: a server that is down at start is used as soon as it is up.
@@ -87,7 +89,8 @@ class RedisTier:
         parsed, sockets, self._ttl_ms = parse_redis_url(url), sockets or Sockets(), int(ttl_s * 1000)
         self._clock = sockets.now_s
         self._account = Account(refresh_interval_s, self._clock)
-        settings = NodeSettings(self._ttl_ms, max_pipeline_bytes // 2, max_connections, parsed.login.db, mac_key)
+        window_bytes, db = max_pipeline_bytes // 2, parsed.login.db
+        settings = NodeSettings(self._ttl_ms, window_bytes, max_connections, db, mac_key, codec)
         self._topology = make_topology(Means(parsed, sockets, connect_timeout_s, settings, self._account))
         self._servers = f"all of {','.join(map(str, parsed.endpoints))}"  # together, for people
         self._own_names = RecordNames(domain)  # replaced as a whole by `set_domain`

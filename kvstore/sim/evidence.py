@@ -8,7 +8,7 @@ from pagetier.kvstore.nvme.crash_fs import CrashFS
 from pagetier.kvstore.nvme.disk import Disk
 from pagetier.kvstore.nvme.segment import LIVE, SUFFIX, erased_at, load_segment
 from pagetier.kvstore.nvme.tier import NvmeTier
-from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, parse_header, verify
+from pagetier.kvstore.record import PAGE_BYTES, RecordStatus, parse_header, unpack
 from pagetier.kvstore.sim.ledger import PAYLOAD_BYTES
 
 
@@ -46,9 +46,12 @@ def _is_whole(data: bytearray, offset: int, payload_bytes: int) -> bool:
     head = bytes(data[offset : offset + PAGE_BYTES])
     body = bytes(data[offset + PAGE_BYTES : offset + PAGE_BYTES + payload_bytes])
     header = parse_header(head) if len(head) == PAGE_BYTES else None
-    if header is None or len(body) != payload_bytes or payload_bytes != PAYLOAD_BYTES:
+    if header is None or len(body) != payload_bytes or payload_bytes > PAYLOAD_BYTES:
         return False
-    return verify(head, body, header.domain, header.name, header.part) is RecordStatus.OK
+    block = bytearray(PAYLOAD_BYTES)
+    block[:payload_bytes] = body
+    view = memoryview(block)
+    return unpack(head, view[:payload_bytes], view, header.domain, header.name, header.part) is RecordStatus.OK
 
 
 def promised(nvme: NvmeTier, disk: Disk, *, only_synced: bool = False) -> set[bytes]:

@@ -79,10 +79,12 @@ class Assembly:
             segment_bytes=settings.segment_bytes,
             files=files,
             refresh_s=0,
+            codec=settings.codec,
         )
 
-    def redis(self, sockets: Sockets, version: int) -> RedisTier:
-        return RedisTier("redis://sim:6379", domain(version), sockets=sockets, refresh_interval_s=3.0)
+    def redis(self, sockets: Sockets, settings: Settings, version: int) -> RedisTier:
+        url = "redis://sim:6379"
+        return RedisTier(url, domain(version), sockets=sockets, refresh_interval_s=3.0, codec=settings.codec)
 
     def store(self, process: Process, tiers: Sequence[Tier]) -> TieredStore:
         return TieredStore(
@@ -131,7 +133,7 @@ class Process:
         self.redis: RedisTier | None = None
         if machine.redis is not None:
             sockets = SimulatedSockets({"sim:6379": machine.redis}, machine.now_s, self._sleep)
-            self.redis = assembly.redis(FaultSockets(sockets, self.faults), version)
+            self.redis = assembly.redis(FaultSockets(sockets, self.faults), settings, version)
         below: list[Tier | None] = [self.redis, self.nvme] if settings.is_redis_first else [self.nvme, self.redis]
         tiers = [self.host, *below]
         self.store = assembly.store(self, [tier for tier in tiers if tier is not None])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from pagetier.kvstore.codec import NONE, PLANES_ZSTD
+
 MIN_EVENTS, MAX_EVENTS = 32, 46
 FSYNC = ("none", "segment", "segment", "always")
 SEGMENT_BYTES = (40 << 10, 64 << 10, 64 << 10)  # three and six records
@@ -54,7 +56,8 @@ PROFILES: tuple[dict[str, int], ...] = (
 @dataclass(frozen=True, slots=True)
 class Settings:
     """seed: of the disk and the server. is_redis_first: Redis stands above NVMe in the hierarchy. reuses_inodes: a
-    removed file's number goes to the next one. second_touch: tiers that are given blocks on their second use.
+    removed file's number goes to the next one. codec: of what processes write to their tiers. second_touch: tiers that
+    are given blocks on their second use.
     """
 
     seed: int
@@ -65,6 +68,7 @@ class Settings:
     is_redis_first: bool
     max_processes: int
     reuses_inodes: bool
+    codec: int
     second_touch: tuple[str, ...] = ()
 
 
@@ -95,6 +99,7 @@ def draw(seed: int) -> Scenario:
         is_redis_first=rng.random() < 0.4,
         max_processes=rng.choice((1, 2, 2)),
         reuses_inodes=rng.random() < 0.5,
+        codec=PLANES_ZSTD if seed % 4 == 3 else NONE,
     )
     weights = {kind: CLIENT.get(kind, 0) + profile.get(kind, 0) for kind in CLIENT | profile}
     kinds = rng.choices(list(weights), list(weights.values()), k=rng.randint(MIN_EVENTS, MAX_EVENTS))

@@ -111,6 +111,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_nvme_scrub="3MiB",
         kv_redis_url="redis://r",
         kv_redis_size="6KiB",
+        kv_codec="redis=planes-zstd",
         kv_warmup="9KiB",
         kv_redis_ttl=5,
         kv_redis_linger=2.5,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagetier.kvstore.block import Address, BlockName, BlockStatus
+from pagetier.kvstore.codec import Coding
 from pagetier.kvstore.keys import chain_names, root_key
 from pagetier.kvstore.record import CHECK_MAC, CHECK_XXH3, FIXED_BYTES, RecordStatus, pack_header, parse_header, verify
 from tests.kvstore.forgery import Medium, checks_redone, nvme_medium, redis_medium
@@ -47,7 +48,7 @@ FOREIGN: dict[str, Forgery] = {
     "right key, fewer tokens": forged(name=NAME._replace(tokens=NAME.tokens[:-4])),
     "valid record of another key": forged(name=OTHER_NAME, payload=payload_of(OTHER_NAME)),
     "valid record of another part": (pack_header(DOMAIN, NAME, OTHER_PART, PAYLOAD), PAYLOAD),
-    "another codec": (pack_header(DOMAIN, NAME, PART, PAYLOAD, codec=1), PAYLOAD),
+    "another codec": (pack_header(DOMAIN, NAME, PART, PAYLOAD, Coding(1, len(PAYLOAD))), PAYLOAD),
     "payload of another block": (forged()[0], payload_of(OTHER_NAME)),
     "a MAC where none is asked for": (pack_header(DOMAIN, NAME, PART, PAYLOAD, mac_key=KEY), PAYLOAD),
 }

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.codec import NONE, PLANES_ZSTD
 from pagetier.kvstore.nvme.segment import LIVE
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.record import PAGE_BYTES, address_bytes, header_bytes, redis_name
@@ -27,6 +28,8 @@ BATCH = 64  # records that are damaged and read together
 NUM_RANDOM = 10_000
 NAMES = chain(BATCH, seed=3)
 PAYLOADS = [payload_of(name, nbytes=PAYLOAD) for name in NAMES]
+QUARTER = bytes(PAYLOAD // 4)
+EASY = [b"".join(map(bytes, zip(data[::4], data[1::4], data[2::4], QUARTER, strict=True))) for data in PAYLOADS]
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -36,6 +39,10 @@ class Medium(Protocol):
 
     @property
     def tier(self) -> Tier: ...
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """Of NAMES; with a codec, such as it makes smaller, all to the same length."""
 
     def load(self) -> list[bytes]:
         """The raw records of NAMES, all of which are stored."""
@@ -47,27 +54,31 @@ class Medium(Protocol):
 class OnDisk:
     """Records in a segment."""
 
-    def __init__(self, path: Path) -> None:
-        self.tier = NvmeTier(path, 8 << 20, DOMAIN, io="buffered", fsync="none", segment_bytes=1 << 20, refresh_s=0)
+    def __init__(self, path: Path, codec: int = NONE) -> None:
+        self.payloads = EASY if codec else PAYLOADS
+        self.tier = NvmeTier(
+            path, 8 << 20, DOMAIN, io="buffered", fsync="none", segment_bytes=1 << 20, refresh_s=0, codec=codec
+        )
 
-    def places(self) -> list[tuple[Path, int]]:
+    def places(self) -> list[tuple[Path, int, int]]:
+        """File, offset and bytes of each record without padding."""
         found = []
         for place in self.tier._index.find([address_bytes(address) for address in addresses(NAMES)]):
             assert place is not None
             segment = self.tier._catalog.get(place.segment)
             assert segment is not None
-            found.append((segment.path, place.offset))
+            found.append((segment.path, place.offset, PAGE_BYTES + place.payload_bytes))
         return found
 
     def load(self) -> list[bytes]:
         raw = []
-        for path, offset in self.places():
+        for path, offset, nbytes in self.places():
             with path.open("rb") as file:
-                raw.append(os.pread(file.fileno(), PAGE_BYTES + PAYLOAD, offset))
+                raw.append(os.pread(file.fileno(), nbytes, offset))
         return raw
 
     def spoil(self, raw: list[bytes]) -> None:
-        for data, (path, offset) in zip(raw, self.places(), strict=True):
+        for data, (path, offset, _) in zip(raw, self.places(), strict=True):
             with path.open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), data, offset)
 
@@ -75,8 +86,9 @@ class OnDisk:
 class InRedis:
     """Records as values."""
 
-    def __init__(self, server: Valkey) -> None:
-        self.tier = RedisTier(server.url, DOMAIN)
+    def __init__(self, server: Valkey, codec: int = NONE) -> None:
+        self.payloads = EASY if codec else PAYLOADS
+        self.tier = RedisTier(server.url, DOMAIN, codec=codec)
         self.client = server.client()
         self.names = [redis_name(DOMAIN, address) for address in addresses(NAMES)]
 
@@ -94,18 +106,25 @@ def server() -> Iterator[Valkey]:
         yield server
 
 
-@pytest.fixture(params=["nvme", "redis"])
+@pytest.fixture(params=["nvme", "redis", "nvme encoded", "redis encoded"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path, server: Valkey) -> Iterator[Medium]:
-    medium = OnDisk(tmp_path / "nvme") if request.param == "nvme" else InRedis(server)
+    name, _, encoded = request.param.partition(" ")
+    codec = PLANES_ZSTD if encoded else NONE
+    server.client().flushall()
+    medium = OnDisk(tmp_path / "nvme", codec) if name == "nvme" else InRedis(server, codec)
+    store(medium)
+    in_front = PAGE_BYTES if name == "nvme" else header_bytes(NAMES[0].num_tokens)
+    (nbytes,) = {len(record) - in_front for record in medium.load()}
+    assert (nbytes < PAYLOAD) is bool(encoded)
     yield medium
     medium.tier.check()
     medium.tier.close()
 
 
-def store(tier: Tier) -> None:
+def store(medium: Medium) -> None:
     """All of NAMES are there afterwards; those quarantined meanwhile are written anew."""
-    writes = [BlockWrite(name, PART, memoryview(data)) for name, data in zip(NAMES, PAYLOADS, strict=True)]
-    assert set(tier.put(writes, soon())) <= {BlockStatus.OK, BlockStatus.EXISTS}
+    writes = [BlockWrite(name, PART, memoryview(data)) for name, data in zip(NAMES, medium.payloads, strict=True)]
+    assert set(medium.tier.put(writes, soon())) <= {BlockStatus.OK, BlockStatus.EXISTS}
 
 
 def read(tier: Tier, names: list[BlockName]) -> tuple[list[BlockStatus], list[bytearray]]:
@@ -116,7 +135,7 @@ def read(tier: Tier, names: list[BlockName]) -> tuple[list[BlockStatus], list[by
 
 def spoil_and_read(medium: Medium, damaged: list[tuple[str, bytes]]) -> None:
     """Write damaged records, the first for the first name and so on, and read all: only what is sound loads."""
-    store(medium.tier)
+    store(medium)
     sound = medium.load()
     spoilt = [data for _, data in damaged] + sound[len(damaged) :]
     medium.spoil(spoilt)
@@ -125,7 +144,7 @@ def spoil_and_read(medium: Medium, damaged: list[tuple[str, bytes]]) -> None:
     for i, (status, buffer) in enumerate(zip(statuses, buffers, strict=True)):
         label = damaged[i][0] if i < len(damaged) else "sound"
         if spoilt[i] == sound[i]:
-            assert status is BlockStatus.OK and bytes(buffer) == PAYLOADS[i], f"record {i} is sound: {status}"
+            assert status is BlockStatus.OK and bytes(buffer) == medium.payloads[i], f"record {i} is sound: {status}"
         else:
             assert status is BlockStatus.CORRUPT, f"record {i}, {label}: {status}"
     num_damaged = sum(a != b for a, b in zip(spoilt, sound, strict=True))
@@ -146,7 +165,7 @@ def of_each(raw: list[bytes], count: int) -> Iterator[tuple[int, bytes]]:
 
 
 def test_every_flipped_byte(medium: Medium) -> None:
-    store(medium.tier)
+    store(medium)
     raw = medium.load()
 
     def flipped() -> Iterator[tuple[str, bytes]]:
@@ -182,7 +201,7 @@ def mutated(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 def test_ten_thousand_random_corruptions(medium: Medium, seed: int) -> None:
     """Some leave a record as it was, such as zeros over padding: then it loads."""
     rng = random.Random(seed)
-    store(medium.tier)
+    store(medium)
     raw = medium.load()
     cases = ((f"seed {seed}, case {i}", mutated(data, raw, rng)) for i, data in of_each(raw, NUM_RANDOM))
     for batch in batches(cases):
@@ -192,7 +211,7 @@ def test_ten_thousand_random_corruptions(medium: Medium, seed: int) -> None:
 def test_every_length_of_a_value_in_redis(server: Valkey) -> None:
     """Cut, or longer by some."""
     medium = InRedis(server)
-    store(medium.tier)
+    store(medium)
     raw = medium.load()
     assert len(raw[0]) == header_bytes(NAMES[0].num_tokens) + PAYLOAD
 
@@ -210,8 +229,8 @@ def test_every_length_of_a_file_that_ends_in_a_record(tmp_path: Path) -> None:
     """The tier that has it open finds it cut short: damage, since an evicted segment is empty or gone."""
     medium = OnDisk(tmp_path / "nvme")
     with medium.tier as tier:
-        store(tier)
-        name, (path, offset) = NAMES[-1], medium.places()[-1]
+        store(medium)
+        name, (path, offset, _) = NAMES[-1], medium.places()[-1]
         (whole,) = medium.load()[-1:]
         (address,), parent = [address_bytes(a) for a in addresses([name])], address_bytes(addresses(NAMES)[-2])
         (place,) = tier._index.find([address])

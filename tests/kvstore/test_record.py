@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetier.kvstore.block import Address, BlockName, Part
+from pagetier.kvstore.codec import Coding
 from pagetier.kvstore.record import (
     FIXED_BYTES,
     MAX_TOKENS,
@@ -34,7 +35,7 @@ NAME = BlockName(
 )
 PAYLOAD = bytes(range(256)) * 4
 HEADER = pack_header(DOMAIN, NAME, PART, PAYLOAD)
-OK, GARBAGE, MISMATCH, CHECKSUM = RecordStatus
+OK, GARBAGE, MISMATCH, CHECKSUM, _ = RecordStatus
 
 
 def test_golden_bytes() -> None:
@@ -125,7 +126,7 @@ def test_a_sound_record_of_another_name_is_a_mismatch(field: str, domain: bytes,
 
 
 def test_another_codec_or_size_is_a_mismatch() -> None:
-    coded = pack_header(DOMAIN, NAME, PART, PAYLOAD, codec=1)
+    coded = pack_header(DOMAIN, NAME, PART, PAYLOAD, Coding(1, len(PAYLOAD)))
     assert verify(coded, PAYLOAD, DOMAIN, NAME, PART) is MISMATCH
     assert verify(HEADER, PAYLOAD + b"\0", DOMAIN, NAME, PART) is MISMATCH
 

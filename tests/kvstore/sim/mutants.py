@@ -293,8 +293,8 @@ class KeepUnpinned(Assembly):
 class ReuseConnections(Assembly):
     name = "reuse a timed-out connection"
 
-    def redis(self, sockets: Sockets, version: int) -> RedisTier:
-        return super().redis(ReusingSockets(sockets), version)
+    def redis(self, sockets: Sockets, settings: Settings, version: int) -> RedisTier:
+        return super().redis(ReusingSockets(sockets), settings, version)
 
 
 class ReusingSockets(Sockets):
