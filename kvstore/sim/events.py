@@ -297,6 +297,25 @@ class Events:
                 random.Random(self.machine.draw()), self.rng.choice((0.05, 0.3, 1.0))
             )
 
+    def redis_stalls(self) -> None:
+        """It says nothing for longer than anybody waits, and then all of it."""
+        process, redis = self._one(), self.machine.redis
+        if redis is None or not redis.is_running or len(process.asked) + len(process.hits) >= MAX_TICKETS - 1:
+            return
+        redis.freeze()
+        process.lookup(self._chain(process.version))
+        for ticket in sorted(process.hits)[:1]:
+            process.load(ticket, 0, len(process.hits[ticket].names))
+        self._work(self.rng.randrange(4))
+        self.machine.wait(1.5)
+        self._work(self.rng.randrange(4))
+        redis.thaw()
+        if not process.fs.is_killed:
+            process.poll()
+            process.lookup(self._chain(process.version))
+            self._settle(process)
+            self._load_last(process)
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:

@@ -36,9 +36,9 @@ CRASHES = {"kill": 5, "power_cut": 6, "start": 4}
 FILE_FAULTS = {"file_faults": 6, "disk_full": 2, "vanish": 1, "well": 4, "wait": 4}
 REDIS_STOPS = {"redis_stops": 6, "redis_restarts": 2, "redis_refuses": 2, "well": 6, "wait": 4}
 REDIS_FAULTS = REDIS_STOPS | {"redis_faults": 4}
-# What people and the engine's own checks ask for beside that, in some runs.
-ADMIN = {"pin": 4, "unpin": 2, "purge": 1, "quarantine": 2}
-ADMIN_SHARE, MAX_ADMIN_EVENTS = 0.3, 8
+# Beside all that, in some runs: what people and the engine's own checks ask for, and a server that answers too late.
+EXTRA = {"pin": 4, "unpin": 2, "purge": 1, "quarantine": 2, "redis_stalls": 2}
+EXTRA_SHARE, MAX_EXTRA_EVENTS = 0.3, 8
 MALICE = {"load_stale": 3, "forge": 3, "flip": 3, "remove_tree": 1}
 PROFILES: tuple[dict[str, int], ...] = (
     {},
@@ -103,16 +103,16 @@ def draw(seed: int) -> Scenario:
     )
     weights = {kind: CLIENT.get(kind, 0) + profile.get(kind, 0) for kind in CLIENT | profile}
     kinds = rng.choices(list(weights), list(weights.values()), k=rng.randint(MIN_EVENTS, MAX_EVENTS))
-    return _with_admin(Scenario(settings, tuple(Event(kind, rng.getrandbits(48)) for kind in kinds)))
+    return _with_extra(Scenario(settings, tuple(Event(kind, rng.getrandbits(48)) for kind in kinds)))
 
 
-def _with_admin(scenario: Scenario) -> Scenario:
+def _with_extra(scenario: Scenario) -> Scenario:
     """Some runs get more events in between, drawn apart: all others are what they were without."""
     rng = random.Random(f"between {scenario.settings.seed}")
-    if rng.random() >= ADMIN_SHARE:
+    if rng.random() >= EXTRA_SHARE:
         return scenario
     events = list(scenario.events)
-    for kind in rng.choices(list(ADMIN), list(ADMIN.values()), k=rng.randint(2, MAX_ADMIN_EVENTS)):
+    for kind in rng.choices(list(EXTRA), list(EXTRA.values()), k=rng.randint(2, MAX_EXTRA_EVENTS)):
         events.insert(rng.randint(4, len(events)), Event(kind, rng.getrandbits(48)))
     second_touch = rng.choice(((), (), ("nvme",), ("redis",)))
     return Scenario(replace(scenario.settings, second_touch=second_touch), tuple(events))

@@ -61,7 +61,7 @@ def test_a_seed_replays_exactly_in_any_process() -> None:
 # Where each was found last, tried first: a change of what seeds mean only costs time.
 LAST_FOUND = {
     "recovery trusts headers behind the commit mark": 5863,
-    "reuse a timed-out connection": 341,
+    "reuse a timed-out connection": 389,
     "a load that ran out of time counts as quiesced": 325,
     "skip the checksum": 392,
     "skip the domain comparison": 502,
