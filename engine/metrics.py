@@ -195,6 +195,17 @@ class _EngineCollector(Collector):
             for tier, values in tiers.items():
                 gauge.add_metric([tier], values.get(field, 0))
             yield gauge
+        for name, field, text in (
+            ("pagetier_tier_block_lifetime_seconds", "lifetime", "From being stored to leaving the tier"),
+            ("pagetier_tier_block_idle_before_evict_seconds", "idle_before_evict", "From the last use to leaving it"),
+            ("pagetier_tier_block_reuse_gap_seconds", "reuse_gap", "From the last use to a load from it"),
+        ):
+            histogram = HistogramMetricFamily(name, text, labels=["tier"])
+            for tier, values in tiers.items():
+                if "residency" in values:
+                    told = values["residency"][field]
+                    histogram.add_metric([tier], _cumulative(told["bounds"], told["counts"]), told["sum"])
+            yield histogram
         breaker = GaugeMetricFamily("pagetier_tier_breaker", "0 closed, 1 half open, 2 open", labels=["tier"])
         for tier, values in tiers.items():
             breaker.add_metric([tier], BREAKER_STATES.get(values.get("breaker"), 2))

@@ -22,8 +22,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pagetier.engine.residency import Residency
 from pagetier.kvstore.block import TOKEN_BYTES, BlockName
+from pagetier.kvstore.residency import Residency
 
 CHANGES_PER_VERSION = 64
 MAX_PARTIAL_CANDIDATES = 32  # siblings looked at for a partly matching block; bounds the time of a match

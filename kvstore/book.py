@@ -12,8 +12,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import zip_longest
+from typing import Any
 
 from pagetier.kvstore.block import BlockName
+from pagetier.kvstore.residency import Residency
 
 MAX_ENTRIES = 131_072  # some 60 MB; 2 million tokens
 CHUNK_BLOCKS = 512  # entered by one call of the store's thread at most: some 0.5 ms
@@ -43,6 +46,7 @@ class _Note:
     names: Sequence[BlockName]
     domain: bytes | None
     time_s: float
+    tiers: Sequence[str] = ()
 
 
 class BlockBook:
@@ -57,13 +61,17 @@ class BlockBook:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # guarded by self._lock, as all below
         self._notes: deque[_Note] = deque()
         self._num_waiting = 0
+        self._residency: dict[str, Residency] = {}
         self.num_lost = 0  # notes dropped, because nobody had time to enter them
 
-    def note(self, use: Use, names: Sequence[BlockName], domain: bytes | None = None) -> None:
-        """Something happened to blocks. Cheap, for the engine's thread; `names` must not change any more."""
+    def note(
+        self, use: Use, names: Sequence[BlockName], domain: bytes | None = None, tiers: Sequence[str] = ()
+    ) -> None:
+        """Something happened to blocks. Cheap, for the engine's thread; `names` must not change any more. tiers: of a
+        HIT, which served each."""
         if not names:
             return
-        note = _Note(use, names, domain, self._clock())
+        note = _Note(use, names, domain, self._clock(), tiers)
         with self._lock:
             self._notes.append(note)
             self._num_waiting += len(names)
@@ -72,6 +80,21 @@ class BlockBook:
             while self._num_waiting > MAX_WAITING_BLOCKS and len(self._notes) > 1:
                 self._num_waiting -= len(self._notes.popleft().names)
                 self.num_lost += 1
+
+    def left(self, tier: str, keys: Iterable[bytes]) -> None:
+        """A tier has lost these: counted by how long they were stored and unused, where that is known."""
+        with self._lock:
+            self._enter_some(CHUNK_BLOCKS)
+            now_s, counts = self._clock(), self._residency.setdefault(tier, Residency())
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None and entry.stored_s is not None:
+                    counts.evicted(max(0.0, now_s - entry.stored_s), max(0.0, now_s - entry.used_s))
+
+    def residency(self, tier: str) -> dict[str, Any]:
+        """How blocks fared in a tier since this began: three histograms, as plain data."""
+        with self._lock:
+            return self._residency.setdefault(tier, Residency()).as_dict()
 
     def find(self, keys: Iterable[bytes]) -> list[Entry | None]:
         """What is known of each; copies."""
@@ -99,16 +122,19 @@ class BlockBook:
             note = self._notes.popleft()
             now, later = note.names[: max_blocks - done], note.names[max_blocks - done :]
             if later:
-                self._notes.appendleft(_Note(note.use, later, note.domain, note.time_s))
-            for name in now:
-                self._enter(note, name)
+                tiers = note.tiers[len(now) :]
+                self._notes.appendleft(_Note(note.use, later, note.domain, note.time_s, tiers))
+            for name, tier in zip_longest(now, note.tiers[: len(now)]):
+                self._enter(note, name, tier)
             done += len(now)
             self._num_waiting -= len(now)
         while len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
 
-    def _enter(self, note: _Note, name: BlockName) -> None:
+    def _enter(self, note: _Note, name: BlockName, tier: str | None) -> None:
         entry = self._entries.get(name.key)
+        if tier is not None and entry is not None:
+            self._residency.setdefault(tier, Residency()).reused([max(0.0, note.time_s - entry.used_s)])
         if entry is None:
             stored_s = note.time_s if note.use is Use.PUT else None
             entry = self._entries[name.key] = Entry(name, note.domain, stored_s, note.time_s)

@@ -195,11 +195,12 @@ class TieredStore:
         address = Address(block.key, self._part)
         return bool(self._ports) and all(port.has(address) for port in self._ports)
 
-    def touch(self, blocks: Sequence[BlockName]) -> None:
-        """A request used this chain, given head first: renew it in every tier, soon and best effort."""
+    def touch(self, blocks: Sequence[BlockName], served_by: str | None = None) -> None:
+        """A request used this chain, given head first: renew it in every tier, soon and best effort. served_by: the
+        tier that was read past the store."""
         self._check_open()
         names = tuple(blocks)
-        self.book.note(Use.HIT, names, self._domain)
+        self.book.note(Use.HIT, names, self._domain, () if served_by is None else (served_by,) * len(names))
         for port in self._ports:
             port.submit_touch(names, self._part)
         for index, second in self._second_touch.items():
@@ -243,7 +244,7 @@ class TieredStore:
         named = {port.name: port.stats() for port in self._ports}
         for port, queue in zip(self._ports, self._queues, strict=True):
             named[port.name] |= {"queued_put_bytes": queue.queued_bytes, "dropped_puts": queue.num_dropped}
-            named[port.name]["warmed_blocks"] = port.num_warmed
+            named[port.name] |= {"warmed_blocks": port.num_warmed, "residency": self.book.residency(port.name)}
         return named | {name: dict(absent) for name in self._left_out}
 
     def counters(self) -> dict[str, int]:
@@ -479,9 +480,10 @@ class TieredStore:
             load, lookup = self._loads[completion.job]
             free_s = self._floor_s(len(completion.statuses))
             lookup.charge(load.begun_s, load.ended_s, free_s)
-            served = zip(load.request.names, completion.statuses, strict=True)
-            hits = tuple(name for name, status in served if status is BlockStatus.OK)
-            self.book.note(Use.HIT, hits, load.request.domain)
+            served = zip(load.request.names, completion.tiers, strict=True)
+            hits = [(name, tier) for name, tier in served if tier is not None]
+            names, tiers = tuple(name for name, _ in hits), tuple(tier for _, tier in hits)
+            self.book.note(Use.HIT, names, load.request.domain, tiers)
             if completion.quiesced:
                 self._end_load(completion.job)
         elif isinstance(completion, LoadQuiesced):

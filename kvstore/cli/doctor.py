@@ -47,10 +47,10 @@ class Diagnosis:
 
 
 def doctor(server: ServerFlags, offline: OfflineFlags) -> None:
-    """Measure each tier and say in words what is wrong and what to do: latency, bandwidth, capacity, identity, and from
-    how many tokens on a load beats computing.
+    """Measure each tier and say in words what is wrong and what to do.
 
-    A few blocks of nobody's are written and removed for that. Exit code 1 when a tier is unfit.
+    Latency, bandwidth, capacity, identity, and from how many tokens on a load beats computing. A few blocks of nobody's
+    are written and removed for that. Exit code 1 when a tier is unfit.
 
     Example: pagetier doctor --url http://127.0.0.1:8000
     """

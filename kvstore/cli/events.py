@@ -23,10 +23,9 @@ class EventsFlags:
 
 
 def events(own: EventsFlags, server: ServerFlags) -> None:
-    """Follow KV events of a live server or a store service from now on: blocks stored, removed and cleared, by tier; a
-    line each.
+    """Follow what comes into the tiers and leaves them, from now on: a line for each KV event.
 
-    Exit code 1 when whoever is followed ends.
+    Of a live server or a store service. Exit code 1 when that ends.
 
     Example: pagetier events --json
     """

@@ -157,7 +157,7 @@ class LoadStream:
             rest[:] = [i for i in rest if i not in taken]
             hits = [names[i] for i in served]
             space.count_hits(hits, [host.name] * len(hits))
-            space.store.touch(hits)
+            space.store.touch(hits, host.name)
 
     async def _read(self, names: Sequence[BlockName], rest: Sequence[int], *, shared: bool) -> None:
         """Through the window, a piece at a time, the next one read while the one before is sent."""

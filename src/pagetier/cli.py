@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a finding or a fault, 2 wrong usage.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Annotated
@@ -51,6 +52,9 @@ add_engine_commands(app)
 add_store_commands(app, load_text_model)
 add_service_commands(app)
 app.command("bench")(bench)
+for _command in app.registered_commands:  # a docstring's lines are not those of the terminal
+    _text = inspect.cleandoc((_command.callback and _command.callback.__doc__) or "")
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _text.split("\n\n"))
 
 
 def main() -> None:

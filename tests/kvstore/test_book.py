@@ -48,3 +48,22 @@ def test_notes_that_nobody_enters_are_bounded() -> None:
         book.note(Use.HIT, names)
     assert book.num_lost > 0
     assert len(book.entries()) == 16
+
+
+def test_lifetime_idle_time_and_reuse_gap_are_counted_by_tier() -> None:
+    now, names = Now(), chain(4)
+    book = BlockBook(clock=now)
+    book.note(Use.PUT, names[:3], b"d")
+    now.s = 105.0
+    book.note(Use.HIT, names[:2], b"d", ("nvme", "redis"))
+    now.s = 125.0
+    book.note(Use.HIT, names[:1], b"d", ("nvme",))
+    book.note(Use.HIT, names[1:2], b"d")  # on the device
+    now.s = 225.0
+    book.left("nvme", [name.key for name in names])  # of the last one nothing is known
+    nvme, redis = book.residency("nvme"), book.residency("redis")
+    assert (nvme["reuse_gap"]["sum"], sum(nvme["reuse_gap"]["counts"])) == (5.0 + 20.0, 2)
+    assert (redis["reuse_gap"]["sum"], sum(redis["lifetime"]["counts"])) == (5.0, 0)
+    assert (nvme["lifetime"]["sum"], sum(nvme["lifetime"]["counts"])) == (3 * 125.0, 3)
+    assert nvme["idle_before_evict"]["sum"] == 100.0 + 100.0 + 125.0
+    assert sum(book.residency("host")["lifetime"]["counts"]) == 0

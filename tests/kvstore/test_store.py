@@ -551,7 +551,7 @@ def test_stats_have_the_shape_of_get_stats() -> None:
             assert list(tier) == [
                 *("blocks", "bytes", "capacity_bytes", "evictions", "errors", "corrupt", "quarantined"),
                 *("scrubbed_bytes", "read_bytes", "written_bytes", "breaker", "queued_put_bytes", "dropped_puts"),
-                "warmed_blocks",
+                *("warmed_blocks", "residency"),
             ]
             assert tier["blocks"] == 3 and tier["bytes"] == 3 * PAYLOAD_BYTES and tier["breaker"] == "closed"
 

@@ -19,7 +19,6 @@ from tokenizers.models import BPE
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.inspection import Report
 from pagetier.engine.messages import EngineRequest, TokenOutput
-from pagetier.engine.residency import Residency
 from pagetier.engine.server.engine_process import ServedEngine
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.token_bytes import byte_alphabet
@@ -29,6 +28,7 @@ from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.event_forms import KvEvent
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.keys import pack_tokens
+from pagetier.kvstore.residency import Residency
 
 BLOCK_SIZE = 4
 GROUP = KVGroup((0,), (Plane("k", "float32", (1, 4)), Plane("v", "float32", (1, 4))), None, 32)
@@ -181,7 +181,7 @@ class DoubleCore:
             "lookup": {"lookup_tokens": self.lookup_tokens, "hit_tokens": self.hit_tokens, "hit_rate": rate},
             "tiers": {
                 "device": device | tier | {"breaker": None, "referenced_blocks": 3, "capacity_blocks": 12},
-                "nvme": nvme | tier | {"breaker": "closed"},
+                "nvme": nvme | tier | {"breaker": "closed", "residency": Residency().as_dict()},
             },
             "preemptions": {"recompute": 0, "swap": 0},
             "resumptions": {"recomputed_tokens": 0, "swapped_out_bytes": 0, "swapped_in_bytes": 0},

@@ -216,6 +216,23 @@ def test_what_is_under_way_when_a_session_is_lost_is_answered(transport: str) ->
         running.until_idle()
 
 
+def test_what_is_lent_counts_as_used_again(shared: Service) -> None:
+    names = names_of(6, 91)
+    with Client(shared.address) as client:
+        client.put(names)
+
+        def gaps() -> int:
+            tiers = client.store.admin.stats()["domains"][0]["tiers"]  # type: ignore[attr-defined]
+            return sum(tiers["host"]["residency"]["reuse_gap"]["counts"])
+
+        before = gaps()
+        assert set(client.hit(names)) == {"host"}
+        with shared.client(identity().domain()) as asking:
+            asking.query([names[0].key])  # what waits to be entered is entered
+        assert gaps() == before + 6
+    shared.until_idle()
+
+
 def test_events_go_on_when_the_service_was_restarted() -> None:
     with service() as running, Client(running.address) as client:
         client.store.events.follow(True)

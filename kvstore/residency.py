@@ -1,5 +1,5 @@
-"""How blocks fare in the device pool: how long they live, how long they lie idle before they go, how soon they are used
-again. vLLM's three histograms, over all blocks instead of a sample.
+"""How blocks fare in a tier: how long they live, how long they lie idle before they go, how soon they are used again.
+ vLLM's three histograms, over all blocks instead of a sample.
 
 Owns counts only. A run of blocks with one story is one observation, so that a chain of thousands costs microseconds.
 """
