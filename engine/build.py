@@ -42,10 +42,12 @@ from pagetier.engine.runner.model_runner import Model, ModelRunner
 from pagetier.engine.tokenizer import Tokenizer, load_tokenizer
 from pagetier.engine.weights.loader import Checkpoint, load_checkpoint, load_config
 from pagetier.kernels.cpu.build import BuildError, library_path
+from pagetier.kernels.cpu.copying import StreamingCopier
 from pagetier.kernels.cpu.library import Isa, Library
 from pagetier.kvstore.block import Part
 from pagetier.kvstore.breaker import BreakerState
 from pagetier.kvstore.config import GIB, StoreConfig, format_size
+from pagetier.kvstore.copier import Copier
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.places import kernels_dir
@@ -324,7 +326,17 @@ def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePoo
 def _open_store(config: ServeConfig, identity: CacheIdentity, part: Part, payload_bytes: int) -> BlockStore:
     if config.store.store_url is not None:
         return open_remote_store(config.store, identity, part, payload_bytes)
-    return open_store(replace(config.store, poison=config.paranoid), identity, part, payload_bytes)
+    copier = _copier() if config.store.host_size else None
+    return open_store(replace(config.store, poison=config.paranoid, copier=copier), identity, part, payload_bytes)
+
+
+def _copier() -> Copier | None:
+    """The compiled core's, for the host tier."""
+    try:
+        return StreamingCopier(Library(library_path(kernels_dir())))
+    except (BuildError, OSError) as error:
+        logger.warning("numpy copies the host tier's blocks, at about half the speed: %s", error)
+        return None
 
 
 def _connector(store: BlockStore, pool: DevicePool) -> Connector:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagetier.kvstore.codec import parse_codecs
+from pagetier.kvstore.copier import Copier
 from pagetier.kvstore.errors import ConfigError
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -117,7 +118,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name (CLI.md).
+    """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name (CLI.md), but for `copier`.
 
     tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
     host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
@@ -140,6 +141,7 @@ class StoreConfig:
     poison: overwrite host slots that are free; set by --paranoid.
     pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
     store_url: a store service (`pagetier store`) to use instead of tiers of one's own; `local` is the default socket.
+    copier: what moves the host tier's bytes; None: numpy.
     """
 
     tiers: tuple[str, ...] = ()
@@ -162,6 +164,7 @@ class StoreConfig:
     poison: bool = False
     pins_path: Path | None = None
     store_url: str | None = None
+    copier: Copier | None = None
     limits: StoreLimits = StoreLimits()
 
     @property

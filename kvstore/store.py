@@ -574,7 +574,7 @@ def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | N
     if name == "host":
         from pagetier.kvstore.host import HostTier
 
-        return HostTier(config.host_size, poison=config.poison)
+        return HostTier(config.host_size, poison=config.poison, copier=config.copier)
     if name == "nvme":
         from pagetier.kvstore.nvme.placement import refuse_unfit
         from pagetier.kvstore.nvme.tier import NvmeTier

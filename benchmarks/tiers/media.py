@@ -24,6 +24,9 @@ from pagetier.benchmarks.limits.program import Clock, LimitsError, LimitsProgram
 from pagetier.benchmarks.limits.redis_limits import PIPELINE, RedisRates
 from pagetier.benchmarks.report import num_cores
 from pagetier.benchmarks.tiers.blocks import DOMAIN, Blocks, load_rate, put_rate, store_over
+from pagetier.kernels.cpu.build import library_path
+from pagetier.kernels.cpu.copying import StreamingCopier
+from pagetier.kernels.cpu.library import Library
 from pagetier.kvstore.arena import SLAB_BYTES
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.nvme.tier import NvmeTier
@@ -157,8 +160,9 @@ class HostMedium:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._num_puts = blocks, 0
+        copier = StreamingCopier(Library(library_path(kernels_dir())))
         self._store = store_over(
-            HostTier(2 * blocks.nbytes + 2 * SLAB_BYTES), blocks.payload_bytes
+            HostTier(2 * blocks.nbytes + 2 * SLAB_BYTES, copier=copier), blocks.payload_bytes
         )  # half can be pinned
         self._program = LimitsProgram(kernels_dir())
         self.how = f"copies by {num_cores()} threads, each byte counted once"

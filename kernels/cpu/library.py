@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 NUM_COUNTERS = 10
 
 
@@ -126,6 +126,10 @@ SAMPLE_ROW = np.dtype(
     ]
 )
 
+# pt_copied, for arrays of them.
+COPIED = np.dtype([("from", np.uintp), ("to", np.uintp), ("nbytes", np.int64)])
+MIN_HASHED_BYTES = 241  # xxh3 hashes what is shorter in another way
+
 
 class Library:
     """The loaded library. Its calls release the GIL. Raises OSError or RuntimeError when the file does not fit."""
@@ -165,6 +169,7 @@ class Library:
         self._sample = _function(
             library, "pt_sample", c.c_int32, c.c_int32, c.c_void_p, c.c_int32, c.c_int64, c.c_void_p, c.c_void_p
         )
+        self._copy = _function(library, "pt_copy", c.c_int32, c.c_int32, c.c_int64, c.c_void_p, c.c_void_p)
         self._error_text = _function(library, "pt_error_text", c.c_char_p, c.c_int32)
 
     def best_isa(self, limit: Isa = Isa.AMX) -> Isa:
@@ -223,6 +228,16 @@ class Library:
         error = self._sample(int(isa), rows.ctypes.data, len(rows), vocab_size, threads, scratch.ctypes.data)
         if error:
             raise ValueError(self.error_text(error))
+
+    def copy(self, isa: Isa, copies: np.ndarray) -> bytes:
+        """Carry out `copies` (num_copies,) COPIED on this thread, past the caches where they are large; their xxh3-128
+        digests, 16 bytes each. Raises ValueError, before any is, for one of less than MIN_HASHED_BYTES."""
+        assert copies.dtype == COPIED and copies.flags.c_contiguous
+        digests = c.create_string_buffer(16 * len(copies))
+        error = self._copy(int(isa), len(copies), copies.ctypes.data, digests)
+        if error:
+            raise ValueError(self.error_text(error))
+        return digests.raw
 
     def error_text(self, error: int) -> str:
         return str(self._error_text(error).decode())

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 4
+#define PT_ABI_VERSION 5
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -102,6 +102,16 @@ PT_API size_t pt_scratch_bytes(const pt_model *model, const pt_threads *threads)
  * kind, may be NULL. */
 PT_API int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_threads *threads, void *scratch,
                        int64_t *counters);
+/* One copy: `nbytes` from one place to another that it does not overlap. */
+typedef struct {
+    const void *from;
+    void *to;
+    int64_t nbytes;
+} pt_copied;
+
+/* Copy them all, by the calling thread. digests: (num_copies, 16), xxh3-128 of each in canonical order, or NULL; with it
+ * each is longer than 240 bytes. Returns 0, or a negative pt_error; nothing was copied then. */
+PT_API int32_t pt_copy(int32_t isa, int64_t num_copies, const pt_copied *copies, uint8_t *digests);
 /* out: (count) numbers in [0, 1), multiples of 2^-52, each named by seed, choice and position. */
 PT_API void pt_uniforms(const uint64_t *seeds, const uint32_t *choices, const uint32_t *positions, int64_t count,
                         double *out);

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pagetier.engine.batch import Batch
+from pagetier.kernels.cpu.copying import StreamingCopier
 from pagetier.kernels.cpu.library import Isa, Library, OpKind
 from tests.kernels.cpu.op_calls import Case, bits, packed, run_op, simple_case
 from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
@@ -75,6 +76,14 @@ def run_samples(core: Library, isa: Isa) -> None:
     core.uniforms([(2**64 - 1, 127, 2**32 - 1)] * 3)
 
 
+def run_copies(core: Library, isa: Isa) -> None:
+    """Odd lengths and places, without a byte to spare; some go past the caches."""
+    copier = StreamingCopier(core, isa)
+    for nbytes in (1, 240, 241, 255, 1025, 4096, 65_535, 65_600, 131_072):
+        source, destination = memoryview(bytearray(range(256)) * (nbytes // 256 + 1))[:nbytes], bytearray(nbytes)
+        copier.copy([(memoryview(bytearray(source)), memoryview(destination))])
+
+
 def changed(batch: Batch, rng: np.random.Generator) -> Batch:
     """One entry of one array, or several, set to something near or far."""
     for _ in range(int(rng.integers(1, 3))):
@@ -126,6 +135,7 @@ def main() -> None:
             run_models(core, isa, dtype)
             run_ops(core, isa, dtype)
         run_samples(core, isa)
+        run_copies(core, isa)
     refused = run_wrong_batches(core, levels[-1])
     sys.stdout.write(f"levels {' '.join(level.name for level in levels)}; {refused} batches refused\n")
 
