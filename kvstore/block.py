@@ -37,19 +37,17 @@ class KVGroup:
     nbytes_per_token: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Part:
-    """What one rank holds of a block: group index, half-open layer range (within the group), half-open head range."""
+class Part(NamedTuple):
+    """What one rank holds of a block: group index, half-open layer range (within the group), half-open head range. A
+    named tuple, because every address of every lookup hashes its part, which a method in Python makes four times as
+    slow.
+    """
 
     group: int
     first_layer: int
     end_layer: int
     first_head: int
     end_head: int
-
-    def __hash__(self) -> int:
-        """Cheap, because every address of every lookup asks for it; a process sees a handful of parts."""
-        return self.first_layer << 20 | self.first_head << 8 | self.group
 
 
 class BlockName(NamedTuple):

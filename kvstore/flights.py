@@ -9,9 +9,9 @@ and the first of them leads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,8 +33,7 @@ class Leader(Protocol):
         """One loan ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
+class Loan(NamedTuple):
     """A block that was read already. source: its bytes, as long as `leader` lends them. tier: where they came from."""
 
     leader: Leader
@@ -67,36 +66,42 @@ class Flights(Generic[W]):
         self._flights: dict[FlightKey, _Flight[W]] = {}  # guarded by self._lock, as below
         self.num_shared = 0
 
-    def join(self, key: FlightKey, leader: Leader, who: W) -> Loan | Waits | None:
-        """Ask before reading a block. None: read it, as its leader if nobody was; a loan: try to copy it; WAITS: `who`
-        comes back from `land` or `forget` of its leader."""
+    def join(self, keys: Sequence[FlightKey], leader: Leader, who: Callable[[int], W]) -> dict[int, Loan | Waits]:
+        """Ask before reading blocks. What is not in the answer: read it, as its leader if nobody was; a loan:
+        try to copy it; WAITS: `who(i)`, for keys[i], comes back from `land` or `forget` of its leader.
+        """
+        found: dict[int, Loan | Waits] = {}
         with self._lock:
-            flight = self._flights.get(key)
-            if flight is None:
-                self._flights[key] = _Flight(leader)
-                return None
-            if flight.leader is leader:
-                return None
-            if flight.loan is not None:
-                return flight.loan
-            if len(flight.waiting) >= MAX_WAITING:
-                return None
-            flight.waiting.append(who)
-            return WAITS
+            for i, key in enumerate(keys):
+                flight = self._flights.get(key)
+                if flight is None:
+                    self._flights[key] = _Flight(leader)
+                elif flight.leader is leader:
+                    continue
+                elif flight.loan is not None:
+                    found[i] = flight.loan
+                elif len(flight.waiting) < MAX_WAITING:
+                    flight.waiting.append(who(i))
+                    found[i] = WAITS
+        return found
 
-    def land(self, key: FlightKey, leader: Leader, loan: Loan | None) -> Sequence[W]:
-        """The leader has read the block, or failed to (`loan` None): who waited for that."""
+    def land(self, landed: Sequence[tuple[FlightKey, Loan | None]], leader: Leader) -> list[tuple[W, Loan | None]]:
+        """The leader has read these blocks, or failed to (no loan): who waited for that, with what it waited for."""
+        left: list[tuple[W, Loan | None]] = []
         with self._lock:
-            flight = self._flights.get(key)
-            if flight is None or flight.leader is not leader:
-                return ()
-            waiting, flight.waiting = flight.waiting, []
-            if loan is None:
-                del self._flights[key]
-            else:
-                flight.loan = loan
-                self.num_shared += len(waiting)
-            return waiting
+            for key, loan in landed:
+                flight = self._flights.get(key)
+                if flight is None or flight.leader is not leader:
+                    continue
+                if flight.waiting:
+                    left += [(who, loan) for who in flight.waiting]
+                    self.num_shared += 0 if loan is None else len(flight.waiting)
+                    flight.waiting = []
+                if loan is None:
+                    del self._flights[key]
+                else:
+                    flight.loan = loan
+        return left
 
     def forget(self, keys: Sequence[FlightKey], leader: Leader) -> Sequence[W]:
         """The leader is answered, and its destinations are its caller's again: who still waited."""

@@ -72,6 +72,7 @@ class Load:
         self._led: list[FlightKey] = []  # guarded by self._lock; what it has begun to read
         self._ports, self._clock, self._report, self._promote = ports, clock, report, promote
         num_blocks = len(request.names)
+        self._keys: list[FlightKey] = [(Address(name.key, request.part), request.domain) for name in request.names]
         self._lock = threading.Lock()
         self._statuses: list[BlockStatus | None] = [
             None
@@ -127,7 +128,7 @@ class Load:
             return self._make_final(i, self._failures[i] or BlockStatus.TIMEOUT)
         for index in range(first_port, len(self._ports)):
             port = self._ports[index]
-            if port.reads.would_allow() and (not port.at_once or port.has(self._address(i))):
+            if port.reads.would_allow() and (not port.at_once or port.has(self._keys[i][0])):
                 self._waiting[index].append(i)
                 return self._open_lanes(index)
         return self._make_final(i, self._failures[i] or BlockStatus.MISS)
@@ -158,16 +159,14 @@ class Load:
         """Second phase: read it. The lane queues again behind other loads, which keeps them fair."""
         port = self._ports[index]
         request = self.request
-        piece = [i for i in piece if not self._shares(i, index)]
+        piece = self._unshared(piece, index)
         reads = [BlockRead(request.names[i], request.part, request.destinations[i], request.domain) for i in piece]
         statuses = port.get(reads, self.request.deadline_s) if reads else []
         loaded = [read for read, status in zip(reads, statuses, strict=True) if status is BlockStatus.OK]
         if loaded:
             port.probe_writes(loaded[0], request.deadline_s)
-        if loaded:
             self._promote(index, loaded)
-        for i, status in zip(piece, statuses, strict=True):
-            self._land(i, port.name if status is BlockStatus.OK else None)
+        self._land(piece, statuses, port.name)
         with self._lock:
             self._num_reading -= 1
             self._lanes[index] -= 1
@@ -181,28 +180,34 @@ class Load:
                 self._open_lanes(index)
             self._settle()
 
-    def _shares(self, i: int, index: int) -> bool:
-        """Whether block i need not be read, because another load reads it or lends it; else this one leads it."""
-        key = self._flight_key(i)
+    def _unshared(self, piece: list[int], index: int) -> list[int]:
+        """Those of a piece that have to be read, most of them as their leader; no other load reads or lends them."""
+        keys = [self._keys[i] for i in piece]
         with self._lock:
             if self._is_reported:
-                return False
-            found = self._flights.join(key, self, Passenger(self, i, index))
-            if found is None:
-                self._led.append(key)
-        if isinstance(found, Loan):
-            if not found.leader.lend():
-                return False
-            self._copy(i, found)
-            found.leader.take_back()
+                return piece
+            found = self._flights.join(keys, self, lambda at: Passenger(self, piece[at], index))
+            self._led += [key for at, key in enumerate(keys) if at not in found] if found else keys
+        unshared = [i for at, i in enumerate(piece) if at not in found] if found else piece
+        for at, answer in found.items():
+            if not isinstance(answer, Loan):
+                continue
+            if not answer.leader.lend():
+                unshared.append(piece[at])
+                continue
+            self._copy(piece[at], answer)
+            answer.leader.take_back()
             self._flights.count_loan()
-        return found is not None
+        return unshared
 
-    def _land(self, i: int, tier: str | None) -> None:
-        """Block i was read from `tier`, or was not: see to the loads that waited for it."""
-        source = self.request.destinations[i]
-        loan = None if tier is None else Loan(self, source, tier)
-        for load, theirs, index in self._flights.land(self._flight_key(i), self, loan):
+    def _land(self, piece: list[int], statuses: Sequence[BlockStatus], tier: str) -> None:
+        """These blocks were read from `tier`, or were not: see to the loads that waited for them."""
+        loans = [
+            Loan(self, self.request.destinations[i], tier) if status is BlockStatus.OK else None
+            for i, status in zip(piece, statuses, strict=True)
+        ]
+        landed = list(zip([self._keys[i] for i in piece], loans, strict=True))
+        for (load, theirs, index), loan in self._flights.land(landed, self):
             if loan is None:
                 load._retry(theirs, index)
             else:
@@ -252,9 +257,3 @@ class Load:
             served = [n for n, tier in zip(self.request.names, self._served, strict=True) if tier == port.name]
             port.submit_touch(served, self.request.part)
         return left
-
-    def _flight_key(self, i: int) -> FlightKey:
-        return self._address(i), self.request.domain
-
-    def _address(self, i: int) -> Address:
-        return Address(self.request.names[i].key, self.request.part)
