@@ -22,6 +22,7 @@ from redis.connection import SSLConnection, UnixDomainSocketConnection
 
 MAX_VECTORS = 512  # iovec entries of one sendmsg; Linux allows 1,024
 MIN_TIMEOUT_S = 1e-6  # SO_RCVTIMEO of zero means "for ever"
+UNIX_SEND_BYTES = 4 << 20  # Linux gives 208 KiB, less than a value: then a server waits while the next is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Sockets:
             raise ConnectionError(_why(endpoint, error)) from error
         taken: socket.socket = maker._sock
         maker._sock = None  # ours now: its destructor must not close it
+        if taken.family == socket.AF_UNIX:  # TCP's grows by itself
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BYTES)
         return TlsStream(taken) if isinstance(taken, ssl.SSLSocket) else PlainStream(taken)
 
     def now_s(self) -> float:
