@@ -1,10 +1,10 @@
 """Do many requests that share a prefix gain by the tiers, and never pay for them? `pagetier bench shared`.
 
 The default model in bf16 on a CPU, engines within this process, all requests queued at once. (a) cold: the device cache
-is on on both sides, and the tier (NVMe, empty) must not cost anything. (b) after a restart
-the tiers know the prefix. (c) the prefixes do not fit the device pool together. And two replicas over one Valkey get
-the same cold prompt many times: each computes it once. What is unfair: both engines of that row take turns in one
-thread, and the file system may cache what NVMe holds.
+is on on both sides, and the tier (NVMe, empty) must not cost anything. (b) after a restart the tiers know the prefix.
+(c) the prefixes do not fit the device pool together. Two replicas over one Valkey get the same cold prompt many times:
+each computes it once. Decodes go on beside a load (beside.py). What is unfair: both replicas take turns in one thread,
+and the file system may cache what NVMe holds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagetier.benchmarks import beside
 from pagetier.benchmarks.pairing import percentile, wait_until_idle
 from pagetier.benchmarks.report import Row
 from pagetier.benchmarks.workload import FIRST_ORDINARY_ID, VOCAB_SIZE
@@ -33,7 +34,7 @@ BYTES_PER_TOKEN = 23_040  # of the default model in bf16
 TAIL_TOKENS = 24
 NUM_NEW = 16
 NUM_SEQS = 64
-PARTS = ("cold", "restart", "small_pool", "replicas")
+PARTS = ("cold", "restart", "small_pool", "replicas", "beside")
 
 Say = Callable[[str], None]
 
@@ -81,6 +82,9 @@ def run(full: bool, say: Say) -> list[Row]:
 def run_part(part: str, full: bool, say: Say) -> list[Row]:
     """One of `PARTS`."""
     note, sizes = wait_until_idle(600.0 if full else 0.0), FULL if full else QUICK
+    if part == "beside":
+        with scratch() as folder:
+            return beside.rows(full, folder, note, say)
     rows_of = {"cold": cold_rows, "restart": restart_rows, "small_pool": small_pool_rows, "replicas": replica_rows}
     return rows_of[part](sizes, note, say)
 

@@ -199,7 +199,7 @@ class EngineCore:
                 "swapped_in_bytes": preemption.swapped_in_blocks * self._block_nbytes,
             },
             "waiting": count_reasons(scheduler.queues),
-            "harmful_hits": 0,
+            "harmful_hits": scheduler.transfers.num_harmful,
             "verify": scheduler.shadow.as_dict(),
             "block_size": self.config.block_size,
             "residency": scheduler.index.residency.as_dict(),

@@ -27,11 +27,13 @@ class Lookups:
             return False
         return request.ticket is None and request.lookup_tries < MAX_LOOKUPS and not request.num_placeholders
 
-    def ask(self, request: Request, num_device: int) -> None:
-        """Ask about what the device does not have of it, so that the answer is there when its turn comes."""
+    def ask(self, request: Request, num_device: int) -> bool:
+        """Ask about what the device does not have of it, if it is a block at least, so that the answer is there when
+        its turn comes; whether it is."""
         end = self._end(request)
         if end > num_device:
             self._transfers.look_up(request, num_device, end)
+        return end > num_device
 
     def is_open(self, request: Request) -> bool:
         """Whether the lower tiers were asked and have not answered yet."""

@@ -47,9 +47,9 @@ class RestoreCost:
         """A save likewise."""
         self._saves.add(num_blocks, elapsed_s)
 
-    def recompute_s(self, num_tokens: int) -> float | None:
-        """Seconds of prefill; None: not known yet."""
-        return None if self.prefill_s is None else self.prefill_s(num_tokens, 0)
+    def recompute_s(self, num_tokens: int, context: int = 0) -> float | None:
+        """Seconds of prefill after `context` tokens; None: not known yet."""
+        return None if self.prefill_s is None else self.prefill_s(num_tokens, context)
 
     def swap_s(self, num_blocks: int, num_unsaved: int) -> float | None:
         """Seconds to save what the tiers do not have and to load all blocks again; None: not known yet. A load of

@@ -155,6 +155,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
         self._look_ahead()
+        self.transfers.poll_lookups()
         num_preemptions = self.preemption.num_preemptions
         self.preemption.make_way()
         self.preemption.start_early()
@@ -162,6 +163,7 @@ class Scheduler:
         self.shadow.plan(plan, self._budget(plan))
         if may_admit:
             self._plan_waiting(plan)
+            self._plan_more(plan)
         if not plan.rows:
             return None
         plan.fresh_blocks = self.tables.take_fresh()
@@ -295,6 +297,15 @@ class Scheduler:
             if num_unasked == LOOKAHEAD or num_matched == MAX_MATCHED:
                 return
 
+    def _plan_more(self, plan: StepPlan) -> None:
+        """Admit those who could only be asked about now, while the step has room and that fills it: tiers that know
+        what they hold answer at once, and a few requests with short tails would leave a step nearly empty."""
+        num_tokens = -1
+        while num_tokens < plan.num_tokens < self.config.max_num_batched_tokens and self._look_ahead():
+            num_tokens = plan.num_tokens
+            self.transfers.poll_lookups()
+            self._plan_waiting(plan)
+
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Give `request` its blocks and first row, or start loading them, or let it wait for what another computes;
         False when there is no room for it."""
@@ -393,16 +404,18 @@ class Scheduler:
             return False
         return self._follow(request, len(self.tables.match(request).nodes))
 
-    def _look_ahead(self) -> None:
-        """Ask the lower tiers about the first waiting requests that follow nobody."""
+    def _look_ahead(self) -> bool:
+        """Ask the lower tiers about the first waiting requests that follow nobody; whether any was asked about now."""
         if not self.lookups.enabled:
-            return
+            return False
+        num_asked = 0
         candidates = itertools.islice(self.queues.waiting.candidates(), MAX_FOLLOWING)
         for request in itertools.islice(itertools.filterfalse(is_following, candidates), LOOKAHEAD):
             if self.lookups.may_ask(request) and self.forks.fork_of(request) is None:
                 num_device = len(self.tables.match(request).nodes)
                 if not self._follow(request, num_device):
-                    self.lookups.ask(request, num_device)
+                    num_asked += self.lookups.ask(request, num_device)
+        return num_asked > 0
 
     def _take_blocks(self, request: Request, match: Match) -> bool:
         """Reference the matched blocks and allocate the rest of the known tokens', leaving a block of growth to each

@@ -16,7 +16,7 @@ from pagetier.engine.prefix_index import Node
 from pagetier.engine.request import Request
 from pagetier.engine.restore_cost import RestoreCost
 from pagetier.kvstore.block import BlockName, BlockStatus
-from pagetier.kvstore.job import LoadDone, LoadQuiesced, LookupDone, PutDone
+from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
 
 PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
 SAVED_SHARE = 1 / 8  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
@@ -49,7 +49,8 @@ class _Swap:
 class Transfers:
     """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer.
 
-    cost: is told how long each load and save took.
+    cost: is told how long each load and save took. num_harmful: loads that served a request, and took longer than it
+    would have taken to compute what they brought.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Transfers:
         self._pool = pool
         self._clock = clock
         self._started_s: dict[int, float] = {}  # of every load and save under way
+        self._first: dict[int, BlockName] = {}  # of every load under way
+        self.num_harmful = 0
         self._lookups: dict[int, Request] = {}
         self._tickets: set[int] = set()
         self._loads: dict[int, Request | None] = {}  # None: the request is gone
@@ -72,6 +75,7 @@ class Transfers:
         self._num_saving = 0  # blocks in all of them
         self._max_saving = max(int(SAVED_SHARE * pool.num_blocks), min(MIN_SAVED_BLOCKS, -(-pool.num_blocks // 2)))
         self._swaps: dict[Request, _Swap] = {}
+        self._early: list[Completion] = []  # came with lookups, before they may be taken in
 
     @property
     def enabled(self) -> bool:
@@ -103,7 +107,7 @@ class Transfers:
         blocks = request.block_ids[first:end]
         self._pool.acquire(blocks)
         request.job = self._connector.submit_load(request.ticket, request.names[first:end], blocks)
-        self._loads[request.job] = request
+        self._loads[request.job], self._first[request.job] = request, request.names[first]
         self._destinations[request.job] = blocks
         self._started_s[request.job] = self._clock()
 
@@ -193,12 +197,11 @@ class Transfers:
         if self._connector is None:
             return []
         loaded = []
-        for done in self._connector.poll():
+        early, self._early = self._early, []
+        for done in (*early, *self._connector.poll()):
             match done:
                 case LookupDone():
-                    request = self._lookups.pop(done.ticket, None)
-                    if request is not None:
-                        request.lookup_tiers = done.tiers
+                    self._end_lookup(done)
                 case LoadDone():
                     answer = self._end_load(done)
                     if answer is not None:
@@ -209,6 +212,22 @@ class Transfers:
                     self._end_save(done)
         self._pin_swapped()
         return loaded
+
+    def poll_lookups(self) -> None:
+        """Take in the lookups that are answered, and nothing else: the rest waits for `poll`. For the middle of
+        planning, when some were begun a moment ago."""
+        if self._connector is None or not self._lookups:
+            return
+        for done in self._connector.poll():
+            if isinstance(done, LookupDone):
+                self._end_lookup(done)
+            else:
+                self._early.append(done)
+
+    def _end_lookup(self, done: LookupDone) -> None:
+        request = self._lookups.pop(done.ticket, None)
+        if request is not None:
+            request.lookup_tiers = done.tiers
 
     @property
     def is_stuck(self) -> bool:
@@ -226,8 +245,9 @@ class Transfers:
             yield self._destinations[job] if job in self._destinations else [n.block for n in self._saves[job]]
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
-        request = self._loads.pop(done.job)
-        self.cost.observe_load(len(done.statuses), self._took_s(done))
+        request, first = self._loads.pop(done.job), self._first.pop(done.job)
+        took_s = self._took_s(done)
+        self.cost.observe_load(len(done.statuses), took_s)
         if done.quiesced:
             self._pool.release(self._destinations.pop(done.job))
         if request is None:
@@ -237,6 +257,8 @@ class Transfers:
             if status is not BlockStatus.OK or tier is None:
                 break
             tiers.append(tier)
+        compute_s = self.cost.recompute_s(len(tiers) * first.num_tokens, first.position)
+        self.num_harmful += bool(tiers) and compute_s is not None and took_s > compute_s
         request.job = None
         return Loaded(request, tuple(tiers), done.quiesced)
 

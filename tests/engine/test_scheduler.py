@@ -40,8 +40,10 @@ def request(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
     return EngineRequest(name, tuple(prompt), params, seed=0)
 
 
-def store_of(blocks: LedgerBlocks, clock: Clock, faults: Faults, with_nvme: bool = False) -> TieredStore:
-    """One tier whose lookups are I/O, below a sound one that answers at once if wanted."""
+def store_of(
+    blocks: LedgerBlocks, clock: Clock, faults: Faults, with_nvme: bool = False, eagerness: float = 1.0
+) -> TieredStore:
+    """One tier whose lookups are I/O, below a sound one that answers at once if wanted. eagerness: of its threads."""
     nvme = MemoryTier(1 << 20, name="nvme", clock=clock, sleep=clock.sleep)
     tier = MemoryTier(1 << 20, name="redis", answers_at_once=False, faults=faults, clock=clock, sleep=clock.sleep)
     return TieredStore(
@@ -49,7 +51,7 @@ def store_of(blocks: LedgerBlocks, clock: Clock, faults: Faults, with_nvme: bool
         part=Part(0, 0, 1, 0, 1),
         payload_bytes=blocks.block_nbytes,
         clock=clock,
-        make_executor=SeededExecutor.inline().factory,
+        make_executor=SeededExecutor(eagerness=eagerness).factory,
     )
 
 
@@ -63,12 +65,13 @@ class Rig:
         faults: Faults,
         connector: type[LocalConnector] = LocalConnector,
         with_nvme: bool = False,
+        eagerness: float = 1.0,
     ) -> None:
         self.clock = Clock()
         blocks = LedgerBlocks(config.num_blocks, config.block_size)
         expected = {r.request_id: expected_tokens(r.prompt_ids, r.params.max_tokens or 0, VOCAB_SIZE) for r in requests}
         runner = LedgerRunner(blocks, VOCAB_SIZE, expected, lazy=True)
-        self.connector: Any = connector(store_of(blocks, self.clock, faults, with_nvme), blocks)
+        self.connector: Any = connector(store_of(blocks, self.clock, faults, with_nvme, eagerness), blocks)
         self.core = EngineCore(config, runner, self.connector, root_of=root_of, clock=self.clock)
 
     def step(self) -> dict[str, int]:
@@ -91,8 +94,7 @@ def test_a_long_prefill_takes_no_step_from_decodes(depth: int) -> None:
         pipeline_depth=depth,
         paranoid=True,
     )
-    faults = Faults(silent=True)
-    rig = Rig([long, *short], config, faults)
+    rig = Rig([long, *short], config, Faults(silent=True), eagerness=0.0)
     for spec in (long, *short):
         rig.core.add_request(spec)
     num_tokens = dict.fromkeys(("long", *(s.request_id for s in short)), 0)
@@ -217,4 +219,28 @@ def test_a_refusal_is_work_for_an_idle_engine() -> None:
     (output,) = rig.core.step()
     assert (output.request_id, output.finish_reason) == ("too long", "error")
     assert not rig.core.has_work()
+    rig.core.close()
+
+
+@pytest.mark.parametrize("with_nvme", [True, False])
+def test_short_tails_fill_a_step_whatever_the_tiers_must_be_asked_about(with_nvme: bool) -> None:
+    """Fifty requests share a prefix that the device has; each has a block of its own that only a tier could have."""
+    rng = random.Random(6)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(64)]
+    first = request("first", prefix, 1)
+    others = [request(f"r{i}", prefix + [rng.randrange(VOCAB_SIZE) for _ in range(6)], 8) for i in range(50)]
+    config = EngineConfig(num_blocks=400, max_model_len=100, block_size=4, max_num_batched_tokens=128, paranoid=True)
+    rig = Rig([first, *others], config, Faults(), with_nvme=with_nvme)
+    rig.core.add_request(first)
+    while rig.core.has_work():
+        rig.step()
+    for each in others:
+        rig.core.add_request(each)
+    came: dict[str, int] = {}
+    num_steps = 0
+    while len(came) < 50:
+        came |= rig.step()
+        num_steps += 1
+    # 300 tokens of tails and decodes beside them; a tier that must be asked over a wire answers a few in each step
+    assert num_steps <= (7 if with_nvme else 2 * 50 // LOOKAHEAD + 4)
     rig.core.close()
