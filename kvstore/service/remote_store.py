@@ -252,6 +252,8 @@ class RemoteStore:
                 await asyncio.wait(late)
         for link in self._links.values():
             await link.close()
+        if ending := asyncio.all_tasks() - {asyncio.current_task()}:  # gRPC's own, of calls that were cancelled
+            await asyncio.wait(ending, timeout=CLOSE_S / 10)
         await self._loop.shutdown_asyncgens()
 
     async def _lookup(self, number: int, ticket: _Ticket) -> None:

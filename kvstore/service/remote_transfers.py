@@ -14,13 +14,14 @@ import xxhash
 
 from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.errors import ProtocolError
+from pagetier.kvstore.service.leases import WINDOW_ARENA
 from pagetier.kvstore.service.link import Attached
 from pagetier.kvstore.service.messages import status_of, to_chains
 from pagetier.kvstore.service.shared_memory import CHECKSUM_BYTES, SharedMemory, copy_all_out, copy_in
 from pagetier.proto import kvstore_pb2 as pb
 
 PIECE_BYTES = 1 << 20  # of a payload in one message
-COPY_BLOCKS = 8  # of one copier at once: all of them end at about the same time
+COPY_BLOCKS = 16  # of one copier at once: all of them end at about the same time
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -83,7 +84,9 @@ class RemoteLoad:
                 (memory.view_at(lent.arena, offset, lent.nbytes), self._destinations[index])
                 for index, offset in zip(indices[at], offsets[at], strict=True)
             ]
-            yield self._copy(memory, lent.tier, indices[at], leases[at], pieces, checksums)
+            # a slot of the window is waited for; blocks of the host tier are given back with the job
+            returned = leases[at] if lent.arena == WINDOW_ARENA else []
+            yield self._copy(memory, lent.tier, indices[at], returned, pieces, checksums)
 
     async def _copy(
         self,
@@ -94,10 +97,11 @@ class RemoteLoad:
         pieces: Sequence[tuple[memoryview, memoryview]],
         checksums: bytes,
     ) -> None:
-        """Blocks in slots: copy, verify, give the slots back."""
+        """Blocks in slots: copy, verify, give these leases back."""
         loop = asyncio.get_running_loop()
         sound = await loop.run_in_executor(self._copiers, copy_all_out, pieces, checksums)
-        memory.give_back(leases)
+        if leases:
+            memory.give_back(leases)
         for index, is_sound in zip(indices, sound, strict=True):
             self._settle(index, BlockStatus.OK, tier, is_sound=is_sound)
 

@@ -25,7 +25,7 @@ from pagetier.proto import kvstore_pb2 as pb
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # of a payload in one message
-FIRST_LENT_BLOCKS, LENT_BLOCKS = 8, 32  # in a message: the client is to begin soon, and not to be told often
+FIRST_LENT_BLOCKS, LENT_BLOCKS = 16, 512  # in a message: the client is to begin soon, and not to be told often
 GRANTED_BLOCKS = 8
 MAX_ANSWERS = 8  # that wait to be sent; of 1 MiB when they carry bytes
 CHECKSUM_BYTES = 16
@@ -151,7 +151,7 @@ class LoadStream:
                         host.give_back(loan)
                 if lending.is_any:
                     yield pb.LoadReply(lent=lending.lent())
-                first, count = first + count, min(2 * count, LENT_BLOCKS)
+                first, count = first + count, LENT_BLOCKS
         finally:  # what was lent is used, whether or not the client waits for the rest
             taken = set(served)
             rest[:] = [i for i in rest if i not in taken]

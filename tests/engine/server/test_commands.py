@@ -126,7 +126,9 @@ def test_what_a_server_left_can_be_read_without_it(
         forest = run("top", *place, "--json").json["prefixes"]
         assert sorted(prefix["num_tokens"] for prefix in forest) == [8, 16] and len(forest[1]["children"]) in (0, 2)
         assert run("verify", *place).code == 0
-        assert run("purge", *place, "--salt", "tenant").out == f"removed: {tier} 4\n"
+        wrong = run("purge", *place, "--all", "--tier", f"{tier},host")
+        assert wrong.code == 2 and f"unknown tier 'host'; known: {tier}" in wrong.err and wrong.err.count("\n") == 1
+        assert run("purge", *place, "--salt", "tenant", "--tier", tier).out == f"removed: {tier} 4\n"
         assert run("query", *place, "--tokens", str(tokens), "--salt", "tenant").code == 1
         assert run("purge", *place, "--tokens", str(tokens)).out == f"removed: {tier} 4\n"
         assert run("purge", *place, "--all", "--domain", DOMAIN.hex()[:8]).out == f"removed: {tier} 2\n"
