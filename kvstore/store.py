@@ -34,6 +34,7 @@ from pagetier.kvstore.flights import Flights, copy_of
 from pagetier.kvstore.hot import HotFile, hot_order
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
+from pagetier.kvstore.kept_identity import KeptIdentity
 from pagetier.kvstore.loads import Load, LoadRequest, Passenger
 from pagetier.kvstore.lookup import Lookup
 from pagetier.kvstore.mac import load_mac_key, warn_if_shared
@@ -86,7 +87,6 @@ class TieredStore:
             raise ConfigError.bad_value("--kv-tier", ",".join(names), "each tier once")
         self._part, self._payload_bytes = part, payload_bytes
         self._domain = domain  # owner: the caller's thread
-        self._identity: tuple[bytes, bytes] | None = None  # owner: the caller's thread; domain and encoding
         self._budget_s, self._limits, self._clock = load_budget_s, limits or StoreLimits(), clock
         self._resources, self._left_out = resources or ExitStack(), tuple(left_out)
         self._ports = [TierPort(tier, self._limits, load_budget_s, make_executor, clock) for tier in tiers]
@@ -103,7 +103,7 @@ class TieredStore:
         self._done: deque[Completion] = deque()  # appended to by any thread
         self.wake: Callable[[], None] | None = None  # called on any thread when `poll` has something new
         self._next = 1  # owner: the caller's thread, as all below
-        self._num_returns = 0  # of the tiers, when the identity was last put
+        self._kept_identity = KeptIdentity(self._ports, lambda: self.num_returns, clock)
         self._tickets: dict[int, Lookup] = {}
         self._asking: dict[int, Lookup] = {}  # not answered yet
         self._loads: dict[int, tuple[Load, Lookup]] = {}
@@ -168,8 +168,7 @@ class TieredStore:
         `PutDone` comes when no source is read any more: OK when any tier stored the block now, EXISTS when it was there
         already, else what the first tier that refused it said."""
         self._check_open()
-        if self._identity is not None and self.num_returns != self._num_returns:
-            self.put_identity(*self._identity)
+        self._kept_identity.renew()
         domain = domain or self._domain
         writes = [BlockWrite(n, self._part, self._sized(s), domain) for n, s in zip(blocks, sources, strict=True)]
         self.book.note(Use.PUT, tuple(blocks), domain)
@@ -199,6 +198,7 @@ class TieredStore:
         """A request used this chain, given head first: renew it in every tier, soon and best effort. served_by: the
         tier that was read past the store."""
         self._check_open()
+        self._kept_identity.renew()
         names = tuple(blocks)
         self.book.note(Use.HIT, names, self._domain, () if served_by is None else (served_by,) * len(names))
         for port in self._ports:
@@ -297,12 +297,9 @@ class TieredStore:
         self.put_identity(self._domain, encoded)
 
     def put_identity(self, domain: bytes, encoded: bytes) -> None:
-        """Keep the encoded CacheIdentity in every tier, later and best effort; anew when a tier came back, since it may
-        have lost it."""
+        """Keep the encoded CacheIdentity in every tier, later and best effort."""
         self._check_open()
-        self._identity, self._num_returns = (domain, encoded), self.num_returns
-        for port in self._ports:
-            port.write_executor.submit(functools.partial(port.tier.put_identity, domain, encoded))
+        self._kept_identity.put(domain, encoded)
 
     def warm_up(
         self, max_bytes: int, file: HotFile | None = None, is_needed: Callable[[], bool] | None = None

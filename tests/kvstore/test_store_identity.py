@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from pagetier.kvstore.kept_identity import RENEW_S
 from pagetier.kvstore.memory import MemoryTier
 from pagetier.kvstore.tier import TierCounters
-from tests.kvstore.rig import Rig, memory
+from tests.kvstore.rig import Clock, Rig, hit, memory
 from tests.kvstore.tier_contract import chain
 
 
@@ -33,4 +36,26 @@ def test_a_tier_that_came_back_is_told_the_identity_again() -> None:
         tier.restart()
         assert tier.identities() == {}
         rig.put(names[1:])
+        assert tier.identities() == {b"d" * 32: b"identity"}
+
+
+@pytest.mark.parametrize("use", ["put", "hit"])
+def test_an_identity_that_was_evicted_in_silence_is_told_again(use: str) -> None:
+    """A full Redis with `allkeys-lru` takes what nobody asks for: the identity first of all."""
+    clock, names = Clock(), chain(3)
+    tier = memory("redis", clock=clock)
+    with Rig(tier, clock=clock) as rig:
+        rig.store.put_identity(b"d" * 32, b"identity")
+        rig.put(names[:2])
+        tier._identities.clear()
+        rig.store.touch(names[:1])
+        rig.put(names[:2])
+        assert tier.identities() == {}, "not with every block"
+        clock.sleep(RENEW_S)
+        if use == "put":
+            rig.put(names)
+        else:
+            hit(rig, names[:2])
+            rig.store.touch(names[:2])
+            rig.until(lambda: tier.identities() != {})
         assert tier.identities() == {b"d" * 32: b"identity"}
