@@ -28,6 +28,7 @@ URL_SCHEMES = (
     *("redis+sentinel://", "rediss+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )
 EMBEDDED = "embedded"
+MIN_NVME_BYTES = 256 << 10  # of a folder
 CODEC_HELP = "Lossless codec of what is written to a tier, e.g. redis=planes-zstd; default: none."
 WARMUP_HELP = "Bytes of the hottest blocks that go to the host tier after a start, when idle; 0: none."
 LOCAL_STORE, STORE_SCHEMES = "local", ("unix:///", "grpc://", "grpcs://")
@@ -84,6 +85,15 @@ def parse_write_policy(text: str, flag: str = "--kv-write-policy") -> tuple[str,
     return tuple(tier for tier, policy in policies.items() if policy == "second-touch")
 
 
+def parse_paths(text: Path | str | None, flag: str = "--kv-nvme-path") -> tuple[Path, ...]:
+    """The folders in "/a,/b", made absolute. Raises ConfigError for one that is named twice or not at all."""
+    names = [] if text is None else [part.strip() for part in str(text).split(",")]
+    paths = tuple(Path(name).expanduser().absolute() for name in names)
+    if not all(names) or len(set(paths)) != len(paths):
+        raise ConfigError.bad_value(flag, text, "a folder, or several separated by commas, each once")
+    return paths
+
+
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Bounds on what the store has under way. All have defaults that no flag sets yet.
@@ -122,7 +132,8 @@ class StoreConfig:
 
     tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
     host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
-    nvme_path: None is `<cache>/nvme`. nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
+    nvme_path: None is `<cache>/nvme`; several, joined by commas, share the size evenly.
+    nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
     nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a power cut loses one segment at
         most. nvme_allow_unsafe: take a path that everybody may write to, or that lies in memory. nvme_scrub: bytes a
         second that are re-read in the background; none, since every read is verified and a scrub only finds earlier.
@@ -178,6 +189,11 @@ class StoreConfig:
         return parse_write_policy(self.write_policy)
 
     @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The folders of the NVMe tier; none: the one in the cache folder."""
+        return parse_paths(self.nvme_path)
+
+    @property
     def codecs(self) -> dict[str, int]:
         """The codecs of the tiers that have one."""
         return parse_codecs(self.codec, ("nvme", "redis"))
@@ -215,6 +231,9 @@ class StoreConfig:
                 )
         if missing := next((tier for tier in self.codecs if tier not in self.tiers), None):
             raise ConfigError.bad_value("--kv-codec", missing, f"tiers of --kv-tier: {', '.join(self.tiers)}")
+        least = MIN_NVME_BYTES * max(1, len(self.nvme_paths))
+        if self.nvme_size < least and len(self.nvme_paths) > 1:
+            raise ConfigError.bad_value("--kv-nvme-size", self.nvme_size, f"at least {least} bytes for so many folders")
         if self.warmup and "host" not in self.tier_names:
             raise ConfigError("--kv-warmup fills the host tier: give --kv-host-size, such as --kv-host-size 4GiB")
         if self.store_url is not None:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,10 +24,9 @@ from pagetier.kvstore.assembling import AssemblingTier
 from pagetier.kvstore.block import Address, BlockName, BlockStatus, Part
 from pagetier.kvstore.book import Use
 from pagetier.kvstore.breaker import BreakerState
-from pagetier.kvstore.codec import NONE
-from pagetier.kvstore.config import EMBEDDED, StoreConfig, StoreLimits
+from pagetier.kvstore.config import StoreConfig, StoreLimits
 from pagetier.kvstore.copying import TierCopier
-from pagetier.kvstore.errors import ClosedError, ConfigError, TierError
+from pagetier.kvstore.errors import ClosedError, ConfigError
 from pagetier.kvstore.executor import ExecutorFactory, ThreadPool
 from pagetier.kvstore.flights import Flights, copy_of
 from pagetier.kvstore.hot import HotFile, hot_order
@@ -37,7 +35,7 @@ from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone
 from pagetier.kvstore.kept_identity import KeptIdentity
 from pagetier.kvstore.loads import Load, LoadRequest, Passenger
 from pagetier.kvstore.lookup import Lookup
-from pagetier.kvstore.mac import load_mac_key, warn_if_shared
+from pagetier.kvstore.opening import open_tiers
 from pagetier.kvstore.parts import Division, PartLayout
 from pagetier.kvstore.pins import PinFile
 from pagetier.kvstore.port import NUM_READ_THREADS, TierPort, tier_stats
@@ -542,56 +540,3 @@ def open_store(
     if config.warmup and (warmup := store.warm_up(config.warmup, HotFile(places.hot_dir(), domain))) is not None:
         warmup.start()
     return store
-
-
-def open_tiers(config: StoreConfig, domain: bytes, resources: ExitStack) -> tuple[list[Tier], list[str]]:
-    """The tiers that `config` names, for records of `domain`, and the names of those whose medium would not have it.
-
-    Raises ConfigError for what can never work, and leaves no tier open then. resources: closed after the tiers."""
-    mac_key = None
-    if config.mac_key_file is not None:
-        mac_key = load_mac_key(Path(config.mac_key_file))
-        warn_if_shared(Path(config.mac_key_file))
-    tiers: list[Tier] = []
-    left_out: list[str] = []
-    with ExitStack() as tidy:
-        for name in config.tier_names:
-            try:
-                tiers.append(_open_tier(name, config, domain, mac_key, resources))
-                tidy.callback(tiers[-1].close)
-            except (TierError, OSError) as error:
-                logger.warning("KV tier %s is left out, its blocks are recomputed: %s", name, error)
-                left_out.append(name)
-        tidy.pop_all()
-    return tiers, left_out
-
-
-def _open_tier(name: str, config: StoreConfig, domain: bytes, mac_key: bytes | None, resources: ExitStack) -> Tier:
-    """One tier. Imported here, so that a store loads only what its tiers need."""
-    if name == "host":
-        from pagetier.kvstore.host import HostTier
-
-        return HostTier(config.host_size, poison=config.poison, copier=config.copier)
-    if name == "nvme":
-        from pagetier.kvstore.nvme.placement import refuse_unfit
-        from pagetier.kvstore.nvme.tier import NvmeTier
-
-        path = config.nvme_path or places.nvme_dir()
-        refuse_unfit(path, allow_unsafe=config.nvme_allow_unsafe)
-        return NvmeTier(
-            path,
-            config.nvme_size,
-            domain,
-            io=config.nvme_io,
-            fsync=config.nvme_fsync,
-            mac_key=mac_key,
-            codec=config.codecs.get(name, NONE),
-            scrub_bytes_per_s=config.nvme_scrub,
-        )
-    from pagetier.kvstore.redis.embedded import join_embedded
-    from pagetier.kvstore.redis.tier import RedisTier
-
-    url = config.redis_url
-    if url == EMBEDDED:
-        url = resources.enter_context(join_embedded(places.redis_dir(), config.redis_size, config.redis_linger_s)).url
-    return RedisTier(url, domain, ttl_s=config.redis_ttl_s, mac_key=mac_key, codec=config.codecs.get(name, NONE))

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pagetier.kvstore.config import CODEC_HELP, EMBEDDED, WARMUP_HELP, default_redis_url, parse_size
+from pagetier.kvstore.config import CODEC_HELP, EMBEDDED, WARMUP_HELP, default_redis_url, parse_paths, parse_size
 
 TIERS = "KV tiers below the device"
 
+NVME_PATH_HELP = "Folder, or several disks' folders as /a,/b, which share the size; default: nvme in the cache folder."
 NVME_FSYNC_HELP = (
     "What a power cut may cost. always: nothing that was stored; segment: the segment being written; none: what the "
     "kernel had not written yet. A killed process loses nothing with any of them."
@@ -31,9 +32,7 @@ def tier_option(*names: str, text: str, **more: Any) -> Any:
 class TierFlags:
     """One field per flag; each is the field of `StoreConfig` of nearly the same name."""
 
-    kv_nvme_path: Annotated[
-        Path | None, tier_option("--kv-nvme-path", text="Folder; default: nvme in the cache folder.")
-    ] = None
+    kv_nvme_path: Annotated[str | None, tier_option("--kv-nvme-path", text=NVME_PATH_HELP)] = None
     kv_nvme_size: Annotated[str, tier_option("--kv-nvme-size", text="Cap, e.g. 20GiB.")] = "20GiB"
     kv_nvme_io: Annotated[str, tier_option("--kv-nvme-io", text="auto, direct or buffered.")] = "auto"
     kv_nvme_fsync: Annotated[str, tier_option("--kv-nvme-fsync", text=NVME_FSYNC_HELP)] = "segment"
@@ -62,7 +61,7 @@ class TierFlags:
     def store_fields(self) -> dict[str, Any]:
         """The fields of `StoreConfig` that these are. Raises ConfigError."""
         return {
-            "nvme_path": None if self.kv_nvme_path is None else self.kv_nvme_path.expanduser().absolute(),
+            "nvme_path": Path(",".join(map(str, parse_paths(self.kv_nvme_path)))) if self.kv_nvme_path else None,
             "nvme_size": parse_size(self.kv_nvme_size, "--kv-nvme-size"),
             "nvme_io": self.kv_nvme_io,
             "nvme_fsync": self.kv_nvme_fsync,

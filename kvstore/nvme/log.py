@@ -143,6 +143,7 @@ class SegmentLog:
         self._last_number = 0  # in the name of a segment of ours
         self._headers = memoryview(mmap(-1, _MAX_RECORDS * PAGE_BYTES))
         self._writer = OverlappedWriter(files)
+        self.contains: Callable[[bytes], bool] = index.contains  # whether a record stays, for its children's sake
         self._piece_bytes = WRITE_BYTES if files.depth == 1 else PIECE_BYTES
 
     def batch(self, records: Sequence[Pending]) -> int:
@@ -393,9 +394,7 @@ class SegmentLog:
                 record = self._copy(fd, address, place)
                 if record is None:
                     continue
-                parent_stays = record.parent in stays or (
-                    record.parent not in leaving and self._index.contains(record.parent)
-                )
+                parent_stays = record.parent in stays or (record.parent not in leaving and self.contains(record.parent))
                 if parent_stays or _is_head(record):
                     stays.add(address)
                     kept.append(record)

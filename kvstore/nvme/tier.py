@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pagetier.kvstore.block import KEY_BYTES, Address, AddressRun, BlockName, BlockStatus, Part
 from pagetier.kvstore.codec import NONE, stored_as
+from pagetier.kvstore.config import MIN_NVME_BYTES
 from pagetier.kvstore.errors import ConfigError, TierUnavailable
 from pagetier.kvstore.nvme.catalog import Catalog
 from pagetier.kvstore.nvme.files import DIRECT, Files, close_quietly
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 IO_MODES = ("auto", "direct", "buffered")
 FSYNC_MODES = ("none", "segment", "always")
-MIN_CAPACITY_BYTES = 256 << 10
+MIN_CAPACITY_BYTES = MIN_NVME_BYTES
 _REFRESH_S = 0.5  # how often, at most, other writers' folders are looked at
 
 
@@ -259,6 +260,20 @@ class NvmeTier:
         if not self._attached:
             raise TierUnavailable(self.name, "lookup", "closed" if self._closed else self._down)
         return self._index.num_leading(self._packed(addresses))
+
+    def holds(self, addresses: Sequence[Address]) -> list[bool]:
+        """Which of them are here; none while the folder cannot be used. No I/O."""
+        if not self._wake.is_set():
+            self._wake.set()
+        return list(map(self.holds_packed, self._packed(addresses)))
+
+    def holds_packed(self, address: bytes) -> bool:
+        """The same for one, by its 40 bytes."""
+        return self._attached and self._index.contains(address)
+
+    def find_parents_by(self, contains: Callable[[bytes], bool]) -> None:
+        """Where a chain's blocks lie in several folders: ask `contains`, by its 40 bytes, whether a parent stays."""
+        self._log.contains = contains
 
     def get(self, reads: Sequence[BlockRead], deadline_s: float) -> list[BlockStatus]:
         """As in `Tier`. A deadline that passes while the disk works is noticed after the running operation."""

@@ -25,10 +25,11 @@ from pagetier.kvstore.hot import HotFile
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
 from pagetier.kvstore.measure import TierSpeed, measure_tier
+from pagetier.kvstore.opening import open_tiers
 from pagetier.kvstore.pins import PinFile
 from pagetier.kvstore.port import tier_stats
 from pagetier.kvstore.redis.tier import RedisTier
-from pagetier.kvstore.store import TieredStore, open_tiers
+from pagetier.kvstore.store import TieredStore
 from pagetier.kvstore.tier import Tier, TierCounters
 from pagetier.kvstore.watch import Watch
 

@@ -103,8 +103,8 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_write_policy="redis=second-touch",
     )
     tiers = TierFlags(
-        kv_nvme_path=Path("/tmp/x"),
-        kv_nvme_size="5KiB",
+        kv_nvme_path="/tmp/x,/tmp/y",
+        kv_nvme_size="5MiB",
         kv_nvme_io="buffered",
         kv_nvme_fsync="none",
         kv_nvme_allow_unsafe=True,
