@@ -1,6 +1,6 @@
 """Between the protocol's messages and the store's values. What a peer sent is checked here, and only here.
 
-Everything raises ProtocolError, one line, for what is not allowed; nothing else.
+Everything raises ProtocolError, one line, for what is not allowed, or its child TooLarge; nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ STATUSES = {
     BlockStatus.DROPPED: pb.DROPPED,
 }
 _STATUS_OF = {number: status for status, number in STATUSES.items()}
+
+
+class TooLarge(ProtocolError):
+    """More than one message may be about."""
 
 
 def status_of(number: int) -> BlockStatus:
@@ -90,8 +94,10 @@ def from_chains(chains: Iterable[pb.Chain]) -> list[BlockName]:
 def from_chain(chain: pb.Chain, max_blocks: int = MAX_BLOCKS) -> list[BlockName]:
     """The names of a chain."""
     count, odd = divmod(len(chain.keys), KEY_BYTES)
-    if odd or count > max_blocks:
-        raise ProtocolError(f"keys: got {len(chain.keys)} bytes; allowed: {KEY_BYTES} each, {max_blocks} at most")
+    if odd:
+        raise ProtocolError(f"keys: got {len(chain.keys)} bytes; allowed: {KEY_BYTES} each")
+    if count > max_blocks:
+        raise TooLarge(f"keys: got {count} blocks; allowed: {max_blocks}")
     if not count:
         return []
     root, parent = key_field(chain.root, "root"), key_field(chain.parent, "parent")

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pagetier.kvstore.errors import CapacityError, ClosedError, ConfigError, PagetierError, ProtocolError
+from pagetier.kvstore.service.messages import TooLarge
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class UnknownNumber(ProtocolError):
 
 CODES = (
     (UnknownNumber, grpc.StatusCode.NOT_FOUND),
+    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ClosedError, grpc.StatusCode.UNAVAILABLE),

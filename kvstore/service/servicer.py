@@ -14,10 +14,11 @@ from typing import TypeAlias
 
 import grpc
 
-from pagetier.kvstore.errors import CapacityError, ProtocolError
+from pagetier.kvstore.errors import ProtocolError
 from pagetier.kvstore.service.leases import Holder, Window, refuse_large
 from pagetier.kvstore.service.messages import (
     MAX_BLOCKS,
+    TooLarge,
     from_chain,
     from_chains,
     from_part,
@@ -82,7 +83,7 @@ class StoreServicer(KVStoreServicer):
         if not 0 < request.payload_bytes <= MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"payload_bytes: got {request.payload_bytes}; allowed: 1 to {MAX_PAYLOAD_BYTES}")
         if len(request.identity) > MAX_IDENTITY_BYTES:
-            raise ProtocolError(f"identity: got {len(request.identity)} bytes; allowed: {MAX_IDENTITY_BYTES}")
+            raise TooLarge(f"identity: got {len(request.identity)} bytes; allowed: {MAX_IDENTITY_BYTES}")
         refuse_large(request.payload_bytes, self._window)
         space = self._tiers.space(request.identity, from_part(request.part), request.payload_bytes)
         client = "".join(char for char in request.client[:MAX_CLIENT_CHARS] if char.isprintable())
@@ -175,7 +176,7 @@ class StoreServicer(KVStoreServicer):
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryReply:
         if len(request.keys) > MAX_BLOCKS:
-            raise CapacityError(f"keys: got {len(request.keys)}; allowed: {MAX_BLOCKS}")
+            raise TooLarge(f"keys: got {len(request.keys)}; allowed: {MAX_BLOCKS}")
         keys = [key_field(key, "keys") for key in request.keys]
         space = await self._space(request.domain)
         infos = await asyncio.to_thread(space.store.admin.query, keys)

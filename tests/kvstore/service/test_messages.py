@@ -63,7 +63,7 @@ def test_impossible_chains_are_refused(change: dict[str, object]) -> None:
 
 def test_too_many_blocks_are_refused() -> None:
     chain = messages.to_chain(names_of(3))
-    with pytest.raises(ProtocolError, match="at most"):
+    with pytest.raises(messages.TooLarge, match="got 3 blocks; allowed: 2"):
         messages.from_chain(chain, 2)
 
 

@@ -120,6 +120,7 @@ def test_reflection_names_the_service(running: Service) -> None:
     ("change", "code"),
     [
         ({"identity": b"nonsense"}, INVALID),
+        ({"identity": bytes(2 * MIB)}, TOO_MUCH),
         ({"part": pb.Part()}, INVALID),
         ({"payload_bytes": 0}, INVALID),
         ({"payload_bytes": 1 << 40}, INVALID),
@@ -185,6 +186,26 @@ def test_malformed_requests_are_refused_and_leave_nothing(stub: KVStoreStub) -> 
 def test_messages_are_bounded(stub: KVStoreStub) -> None:
     too_large = pb.TouchRequest(session=bytes(20 * MIB))
     assert code_of(lambda: stub.Touch(too_large, metadata=AUTH)) is TOO_MUCH
+    too_many = pb.Chain(root=bytes(32), parent=bytes(32), keys=bytes(32 * 70_000), num_tokens=[1])
+    query = pb.QueryRequest(keys=[bytes(32)] * 70_000)
+    assert code_of(lambda: stub.Query(query, metadata=AUTH)) is TOO_MUCH
+    with Session(stub) as session:
+        lookup = pb.LookupRequest(session=session.secret, chain=too_many)
+        assert code_of(lambda: stub.Lookup(lookup, metadata=AUTH)) is TOO_MUCH
+        put = pb.PutRequest(session=session.secret, offer=[too_many])
+        assert code_of(lambda: stub.Put(iter([put]), metadata=AUTH)) is TOO_MUCH
+
+
+def test_bytes_that_are_no_message_are_refused_as_such(running: Service) -> None:
+    with grpc.insecure_channel(running.address.target) as channel:
+        for name, call in (("Top", channel.unary_unary), ("Known", channel.unary_stream)):
+            assert code_of(lambda name=name, call=call: call(f"/{SERVICE}/{name}")(b"\xff", metadata=AUTH)) is INVALID  # type: ignore[misc]
+        put: Any = channel.stream_stream(f"/{SERVICE}/Put")
+        with Session(KVStoreStub(channel)) as session:
+            first = pb.PutRequest(session=session.secret, offer=to_chains(names_of(3, 43))).SerializeToString()
+            for requests in ([b"\xff"], [first, b"\xff"]):
+                assert code_of(lambda requests=requests: put(iter(requests), metadata=AUTH)) is INVALID  # type: ignore[misc]
+    running.until_idle()
 
 
 def test_a_put_that_is_broken_off_ends_as_dropped_and_its_slots_come_back(stub: KVStoreStub) -> None:
