@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.nvme.striped import StripedTier
 from pagetier.kvstore.nvme.tier import NvmeTier
 from tests.kvstore.nvme_writer import CAPACITY, CHAIN_BLOCKS, opened
 from tests.kvstore.tier_contract import addresses, chain, get, payload_of, soon
@@ -29,9 +30,9 @@ KEPT = 40  # chains of earlier rounds that are looked at in each
 class Nursery:
     """The process that forks writers (tests/kvstore/nvme_writer.py)."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        command = [sys.executable, "-m", "tests.kvstore.nvme_writer", str(path)]
+    def __init__(self, path: Path, num_folders: int) -> None:
+        self.path, self.num_folders = path, num_folders
+        command = [sys.executable, "-m", "tests.kvstore.nvme_writer", str(path), str(num_folders)]
         self.process = subprocess.Popen(
             command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -61,9 +62,9 @@ class Nursery:
         self._stdout.close()
 
 
-@pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path / "nvme")
+@pytest.fixture(params=[1, 2], ids=["one folder", "two folders"])
+def nursery(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path / "nvme", request.param)
     yield nursery
     nursery.close()
 
@@ -80,7 +81,7 @@ def disk_bytes(path: Path) -> int:
     return total
 
 
-def check_recovery(tier: NvmeTier, chains: list[int], last: int) -> None:
+def check_recovery(tier: NvmeTier | StripedTier, chains: list[int], last: int) -> None:
     """Everything found is right; the last chain that was said to be stored is there in whole."""
     for number in chains:
         names = chain(CHAIN_BLOCKS, seed=number)
@@ -99,8 +100,8 @@ def kill_again_and_again(nursery: Nursery, num_rounds: int, seed: int) -> None:
         stored = nursery.round(round_ * 1_000_000, rng.random() * LONGEST_S)
         num_chains += len(stored)
         assert disk_bytes(nursery.path) <= CAPACITY, f"seed {seed}, round {round_}: after the kill"
-        with opened(nursery.path) as tier:
-            assert tier._folder.writer == nursery.path / "00"
+        with opened(nursery.path, nursery.num_folders) as tier:
+            assert not isinstance(tier, NvmeTier) or tier._folder.writer == nursery.path / "00"
             check_recovery(tier, [*seen, *stored[-KEPT:], stored[-1] + 1], stored[-1])
         assert disk_bytes(nursery.path) <= CAPACITY, f"seed {seed}, round {round_}: after recovery"
         seen = rng.sample([*seen, *stored], min(KEPT, len(seen) + len(stored)))
@@ -110,7 +111,7 @@ def kill_again_and_again(nursery: Nursery, num_rounds: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_kill_9_while_it_writes(nursery: Nursery) -> None:
-    kill_again_and_again(nursery, ROUNDS, seed=1)
+    kill_again_and_again(nursery, ROUNDS // nursery.num_folders, seed=1)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,6 +15,7 @@ from pagetier.kvstore.block import Address, BlockStatus
 from pagetier.kvstore.nvme.crash_fs import CrashFS, Killed
 from pagetier.kvstore.nvme.disk import BLOCK_BYTES, Disk
 from pagetier.kvstore.nvme.fault_fs import FaultFS, os_error
+from pagetier.kvstore.nvme.striped import StripedTier
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.tier import BlockRead, BlockWrite
 from tests.kvstore.tier_contract import DOMAIN, PART, chain, payload_of
@@ -62,6 +64,37 @@ def test_always_means_that_what_was_answered_outlives_a_power_cut(disk_seed: int
         assert read(tier, 1) == [OK] * 6
         assert read(tier, 2, 2) == [OK] * 2
         tier.check()
+
+
+@pytest.mark.parametrize("disk_seed", range(12))
+def test_what_several_folders_answered_outlives_a_power_cut(disk_seed: int) -> None:
+    """Killed at every operation of a put over two folders: each keeps what it had answered."""
+    for dies_after in range(0, 60, 3):
+        disk = Disk(seed=disk_seed)
+
+        def both(files: CrashFS, disk: Disk = disk) -> StripedTier:
+            settings: dict[str, Any] = {"io": "buffered", "fsync": "always", "segment_bytes": SEGMENT, "refresh_s": 0}
+            tiers = [NvmeTier(PATH / name, CAPACITY, DOMAIN, files=files, **settings) for name in "ab"]
+            return StripedTier(tiers, files.now_s, in_turn=True)
+
+        files = CrashFS(disk)
+        tier, answered = both(files), dict[str, BlockStatus]()
+        files.dies_after = dies_after
+        with contextlib.suppress(Killed):
+            for seed in range(3):
+                for name in chain(6, seed):
+                    write = BlockWrite(name, PART, memoryview(payload_of(name)))
+                    (answered[name.key.hex()],) = tier.put([write], NO_DEADLINE_S)
+        disk.power_cut()
+        with both(CrashFS(disk)) as tier:
+            for seed in range(3):
+                names = chain(6, seed)
+                for name in names:
+                    read = BlockRead(name, PART, memoryview(bytearray(len(payload_of(name)))))
+                    (status,) = tier.get([read], NO_DEADLINE_S)
+                    assert status is not OK or read.destination == payload_of(name)
+                    assert status is OK or answered.get(name.key.hex()) is not OK, f"dies after {dies_after}"
+            tier.check()
 
 
 @pytest.mark.parametrize("disk_seed", range(12))
