@@ -58,7 +58,7 @@ class StepModel:
         return self.per_step_s * num_steps + self.per_token_s * num_new + self.per_pair_s * pairs
 
 
-NOMINAL = StepModel(6e-3, 3.2e-4, 2.5e-7)  # of tests: near what two Zen 5 cores take
+NOMINAL = StepModel(6e-3, 3.2e-4, 2.5e-7)  # near what two Zen 5 cores take
 
 
 class VirtualClock:
