@@ -2,8 +2,8 @@
 
 W1 and W2 compare allocation and batching, W3 reuse, W5 the ways to preempt, W6 the choices of one prompt. The parts
 `planning`, `urgent`, `batching_real`, `modes` and `links` run on the machine; the others run the scheduler in virtual
-time, with steps that take what the compiled core's fit of its own steps says (`virtual.py`). What is unfair stands with
-each part.
+time (`virtual.py`), with steps that take what a nominal model says, or, with `--full`, the compiled core's fit of its
+own. What is unfair stands with each part.
 """
 
 from __future__ import annotations
@@ -53,14 +53,19 @@ def _urgent(full: bool, say: Say, note: str) -> Iterator[Row]:
     yield urgent_row(5 if full else 2, note)
 
 
+def _model(full: bool) -> StepModel:
+    """Quick: the nominal one, so that rows are the same on every machine, however busy. Full: fitted here and now."""
+    return StepModel.measured() if full else NOMINAL
+
+
 def _memory(full: bool, say: Say, note: str) -> Iterator[Row]:
     say("W1: pages against contiguous reservations")
-    return memory_rows(StepModel.measured(), 192 if full else 96, 5 if full else 3, note)
+    return memory_rows(_model(full), 192 if full else 96, 5 if full else 3, note)
 
 
 def _batching(full: bool, say: Say, note: str) -> Iterator[Row]:
     say("W2: iterations against batches")
-    return batching_rows(StepModel.measured(), 384 if full else 96, note)
+    return batching_rows(_model(full), 384 if full else 96, note)
 
 
 def _batching_real(full: bool, say: Say, note: str) -> Iterator[Row]:
@@ -70,12 +75,12 @@ def _batching_real(full: bool, say: Say, note: str) -> Iterator[Row]:
 
 def _reuse(full: bool, say: Say, note: str) -> Iterator[Row]:
     say("W3: reuse, against an unbounded cache")
-    return reuse_rows(StepModel.measured(), 4 if full else 2, note)
+    return reuse_rows(_model(full), 4 if full else 2, note)
 
 
 def _pressure(full: bool, say: Say, note: str) -> Iterator[Row]:
     say("W5: preemption modes in virtual time, by pool and link")
-    return pressure_rows(NOMINAL, 24 if full else 12, "")  # nothing in it is measured, so it is the same everywhere
+    return pressure_rows(_model(full), 24 if full else 12, note)
 
 
 def _modes(full: bool, say: Say, note: str) -> Iterator[Row]:

@@ -1,5 +1,4 @@
-"""W5 in virtual time: pools far too small for all, each way to preempt, over links of several speeds. Steps take what
-the nominal model says, so the rows are the same on every machine.
+"""W5 in virtual time: pools far too small for all, each way to preempt, over links of several speeds.
 
 Lengths as in `modes`, more requests. `crowd`: all come at once and are equal. `urgent`: half of them come one by one
 and outrank the others, so that each preempts one. `chats`: lengths like ShareGPT's, all at once. `recompute` has no

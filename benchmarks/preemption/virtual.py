@@ -1,7 +1,7 @@
 """The engine's scheduler in virtual time: real plans and real blocks, steps that take what a model of them says.
 
-The model is the compiled core's own fit of its steps (`StepModel.measured`), so seconds are those of this machine when
-nothing else runs on it. What is unfair: a step's Python counts nothing, for any side.
+The model is a nominal one, or the compiled core's own fit of its steps (`StepModel.measured`): seconds are then those
+of this machine when nothing else runs on it. What is unfair: a step's Python counts nothing, for any side.
 """
 
 from __future__ import annotations

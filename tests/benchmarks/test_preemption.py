@@ -29,7 +29,7 @@ from pagetier.engine.config import PREEMPTION_MODES, EngineConfig
 @pytest.mark.parametrize("policy", POLICIES)
 def test_planning_is_timed_under_every_policy(policy: str) -> None:
     row = planning_row(policy, 3, "a note")
-    assert row.name == f"plan_10000_waiting_{policy}" and row.note == "a note"
+    assert row.name == f"plan_10000_waiting_{policy}" and row.note.endswith("; a note")
     assert row.value is not None and row.value > 0 and row.runs == 3
 
 
