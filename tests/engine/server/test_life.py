@@ -32,7 +32,7 @@ from pagetier.engine.server.engine_host import EngineOrder, ProcessHost
 from pagetier.engine.server.engine_process import outputs_endpoint, requests_endpoint
 from pagetier.kvstore.errors import ConfigError
 from tests.engine.server.stack import FACTORY, ROOT, Stack, importable, running_stack
-from tests.engine.server.test_app import wait_until
+from tests.engine.server.test_app import PATIENCE_S, wait_until
 
 ENDLESS = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1 << 19}
 STREAM = ENDLESS | {"stream": True}
@@ -58,15 +58,13 @@ def test_a_killed_engine_ends_requests_and_fails_health(streamed: bool) -> None:
         answers: list[httpx.Response] = []
         body = ENDLESS | {"stream": streamed}
         client = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{stack.url}/v1/completions", json=body, timeout=20))
+            target=lambda: answers.append(httpx.post(f"{stack.url}/v1/completions", json=body, timeout=3 * PATIENCE_S))
         )
         client.start()
         wait_until(lambda: stack.service.client.num_open == 1)
         os.kill(engine_pid(stack), signal.SIGKILL)
-        start_s = time.monotonic()
-        wait_until(lambda: stack.http.get("/health").status_code == 503, 5.0)
-        client.join(5.0)
-        assert time.monotonic() - start_s < 5.0
+        wait_until(lambda: stack.http.get("/health").status_code == 503)
+        client.join(PATIENCE_S)
         assert "killed by signal 9" in answers[0].text
         if streamed:
             assert answers[0].text.endswith("data: [DONE]\n\n")
@@ -218,7 +216,7 @@ def test_sigterm_lets_running_requests_finish_and_writes_puts(tmp_path: Path) ->
             wait_until(lambda: refuses(server))
             rest = list(lines)
         assert '"finish_reason":"length"' in "".join(rest) and rest[-2] == "data: [DONE]"
-        assert server.process.wait(5) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert float(mark.read_text()) > 4.0, "the store had most of the time-out left to write in"
 
 
@@ -231,16 +229,14 @@ def refuses(server: Program) -> bool:
 
 def test_sigterm_ends_long_requests_with_an_error_in_time(tmp_path: Path) -> None:
     mark = tmp_path / "closed"
-    with program(step_s=0.2, close_mark=str(mark), shutdown_timeout_s=1.5, limits=LIMITS) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=STREAM, timeout=10) as answer:
+    with program(step_s=0.2, close_mark=str(mark), shutdown_timeout_s=4.0, limits=LIMITS) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=STREAM, timeout=PATIENCE_S) as answer:
             lines = answer.iter_lines()
             next(lines)
-            start_s = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            rest = "".join(lines)
+            rest = "".join(lines)  # hours, had it been left to end by itself
         assert "the server is shutting down" in rest and rest.endswith("data: [DONE]")
-        assert server.process.wait(5) == 0
-        assert time.monotonic() - start_s < 3.0
+        assert server.process.wait(PATIENCE_S) == 0
     assert float(mark.read_text()) > 0.1, "part of the time-out was kept for the store"
 
 
@@ -264,9 +260,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
 
 
 def test_an_idle_server_ends_at_once() -> None:
-    with program() as server:
-        start_s = time.monotonic()
+    with program(shutdown_timeout_s=10 * PATIENCE_S) as server:
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
-        assert time.monotonic() - start_s < 2.0
+        assert server.process.wait(PATIENCE_S) == 0
         assert server.process.stderr is not None and server.process.stderr.read() == ""
