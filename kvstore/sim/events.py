@@ -9,7 +9,6 @@ from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.nvme.crash_fs import Killed
 from pagetier.kvstore.nvme.fault_fs import FileFault
 from pagetier.kvstore.redis.simulated import seeded_refusals
-from pagetier.kvstore.sim.evidence import promised, whole_records
 from pagetier.kvstore.sim.ledger import (
     NUM_CHAINS,
     NUM_VERSIONS,
@@ -22,7 +21,7 @@ from pagetier.kvstore.sim.ledger import (
     payload,
 )
 from pagetier.kvstore.sim.machine import Machine, Violation
-from pagetier.kvstore.sim.process import CAPACITY_BYTES, PATH, Assembly, Process
+from pagetier.kvstore.sim.process import CAPACITY_BYTES, PATHS, Assembly, Process, on_disk
 from pagetier.kvstore.sim.scenario import Settings
 from pagetier.kvstore.tier import BlockRead
 
@@ -36,7 +35,7 @@ class Events:
     """The processes and what befalls them. Each event uses `machine.rng`, which the caller seeds for it."""
 
     def __init__(self, settings: Settings, assembly: Assembly) -> None:
-        self.machine = Machine(settings, CAPACITY_BYTES)
+        self.machine = Machine(settings, CAPACITY_BYTES * settings.num_folders)
         self.machine.cut_power = self._cut_power
         self.assembly = assembly
         self.processes: list[Process] = []
@@ -180,12 +179,12 @@ class Events:
             return
         scheduler = self.machine.scheduler
         scheduler.is_off = is_alone = self.rng.random() < 0.5
-        there = whole_records(self.machine.disk, str(PATH)) if is_alone else set()
+        there = on_disk(self.machine) if is_alone else set()
         try:
             process = self._start()
         finally:
             scheduler.is_off = False
-        missing = [address for address in there if not process.nvme._index.contains(address)]
+        missing = [address for address in there if not process.holds(address)]
         is_free = self.machine.disk.capacity_bytes is None and not process.nvme.counters().evictions
         if missing and is_free:
             raise Violation(f"a start left out {len(missing)} of {len(there)} whole records")
@@ -203,7 +202,7 @@ class Events:
             version = process.version
             self._close(process)
             again = self._start(version)
-            missing = [address for address in kept if not again.nvme._index.contains(address)]
+            missing = [address for address in kept if not again.holds(address)]
             if missing:
                 raise Violation(f"{len(missing)} of {len(kept)} records were lost by a restart in order")
             if not machine.is_forged:  # a start may list the torn one of two copies that a power cut left
@@ -252,15 +251,16 @@ class Events:
 
     def remove_tree(self) -> None:
         """Somebody cleans up below the tier's feet."""
-        if str(PATH) in self.machine.disk.folders:
+        path = PATHS[0]
+        if str(path) in self.machine.disk.folders:
             self.machine.is_removed = True
-            folders = [folder for folder in self.machine.disk.folders if folder.startswith(str(PATH))]
-            self.machine.disk.remove_tree(PATH.joinpath(self.rng.choice(sorted(folders))))
+            folders = [folder for folder in self.machine.disk.folders if folder.startswith(str(path))]
+            self.machine.disk.remove_tree(path.joinpath(self.rng.choice(sorted(folders))))
 
     def flip(self) -> None:
         """Bit rot."""
         disk = self.machine.disk
-        if str(PATH) in disk.folders and (paths := disk.paths_below(PATH)):
+        if str(PATHS[0]) in disk.folders and (paths := disk.paths_below(PATHS[0])):
             path = self.rng.choice(paths)
             for _ in range(self.rng.randint(1, 8)):
                 disk.flip(path, self.rng.randrange(65536))
@@ -326,7 +326,7 @@ class Events:
         self._bury()
         for process in list(self.processes):
             if self.rng.random() < 0.5 and not self.machine.is_forged:
-                self._read_back(process, sorted(address for address, _ in process.nvme._index.places()), strict=False)
+                self._read_back(process, process.held(), strict=False)
         if self.processes:
             self.restart()
         self.machine.scheduler.is_off = True
@@ -354,7 +354,7 @@ class Events:
         self._number += 1
         process = Process(self.machine, self.assembly, self._number, self._version if version is None else version)
         self.processes.append(process)
-        self.machine.is_over_cap_allowed &= not process.nvme._attached
+        self.machine.is_over_cap_allowed &= not all(nvme._attached for nvme in process.folders)
         return process
 
     def _close(self, process: Process) -> None:
@@ -427,12 +427,12 @@ class Events:
         for process in self.processes:
             is_between = not process.num_running or machine.settings.fsync == "always"
             if machine.settings.fsync != "none" and process.number not in self._ever_faulty and is_between:
-                kept |= promised(process.nvme, disk, only_synced=True)
+                kept |= process.promised(only_synced=True)
         for process in self.processes:
             process.fs.kill()
         disk.power_cut()
         machine.is_cut = machine.is_over_cap_allowed = True
-        lost = kept - whole_records(disk, str(PATH))
+        lost = kept - on_disk(machine)
         if lost and not machine.is_flipped:
             machine.violate(f"{len(lost)} of {len(kept)} synced records were lost by a power cut")
 
@@ -446,7 +446,7 @@ class Events:
 
     def _outliving(self, process: Process) -> set[bytes]:
         """What the process offers, all of it whole on the disk."""
-        offered, whole = promised(process.nvme, self.machine.disk), whole_records(self.machine.disk, str(PATH))
+        offered, whole = process.promised(), on_disk(self.machine)
         lost = offered - whole
         if lost and not self.machine.may_be_corrupt("nvme"):
             raise Violation(f"{len(lost)} of {len(offered)} records that the tier offers are not on the disk")

@@ -19,6 +19,7 @@ from pagetier.kvstore.keeper import PinKeeper, PinShares
 from pagetier.kvstore.nvme.crash_fs import CrashFS
 from pagetier.kvstore.nvme.fault_fs import FaultFS
 from pagetier.kvstore.nvme.files import Files
+from pagetier.kvstore.nvme.striped import StripedTier
 from pagetier.kvstore.nvme.tier import NvmeTier
 from pagetier.kvstore.pins import Pin
 from pagetier.kvstore.port import TierPort
@@ -33,7 +34,7 @@ from pagetier.kvstore.sim.scenario import Settings
 from pagetier.kvstore.store import TieredStore
 from pagetier.kvstore.tier import Tier
 
-PATH = Path("/nvme")
+PATHS = (Path("/nvme"), Path("/nvme-b"))  # the second only where `num_folders` says so
 CAPACITY_BYTES = 256 << 10
 HOST_BLOCKS = 6
 BUDGET_S = 1.0
@@ -69,9 +70,9 @@ class Assembly:
     def host(self, machine: Machine) -> HostTier:
         return HostTier(HOST_BLOCKS * 4096, slab_bytes=HOST_BLOCKS * 4096, clock=machine.now_s)
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
         return SimulatedNvmeTier(
-            PATH,
+            PATHS[folder],
             CAPACITY_BYTES,
             domain(version),
             io="buffered",
@@ -129,7 +130,12 @@ class Process:
         self.faults = SocketFaults(rng=random.Random(machine.draw()))
         settings = machine.settings
         self.host = assembly.host(machine) if settings.has_host else None
-        self.nvme = assembly.nvme(self.files, settings, version)
+        self.folders = [assembly.nvme(self.files, settings, version)]
+        if settings.num_folders == 1:
+            self.nvme: NvmeTier | StripedTier = self.folders[0]
+        else:
+            self.folders.append(assembly.nvme(self.files, settings, version, folder=1))
+            self.nvme = StripedTier(self.folders, machine.now_s, in_turn=True)
         self.redis: RedisTier | None = None
         if machine.redis is not None:
             sockets = SimulatedSockets({"sim:6379": machine.redis}, machine.now_s, self._sleep)
@@ -153,11 +159,30 @@ class Process:
     # -- for the scheduler ---------------------------------------------------------------------------------------------
 
     def may_run(self, *, writes: bool) -> bool:
-        nvme = self.nvme
-        catalog_lock, handles_lock = nvme._catalog.lock, nvme._handles._lock
-        if catalog_lock._is_owned() or handles_lock.locked():  # type: ignore[attr-defined]
-            return False
-        return not (writes and nvme._write_lock.locked())
+        for nvme in self.folders:
+            catalog_lock, handles_lock = nvme._catalog.lock, nvme._handles._lock
+            if catalog_lock._is_owned() or handles_lock.locked():  # type: ignore[attr-defined]
+                return False
+        return not (writes and self.is_writing)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether somebody writes to NVMe."""
+        return any(nvme._write_lock.locked() for nvme in self.folders)
+
+    # -- what it has on the disk ---------------------------------------------------------------------------------------
+
+    def holds(self, address: bytes) -> bool:
+        return any(nvme._index.contains(address) for nvme in self.folders)
+
+    def held(self) -> list[bytes]:
+        """Addresses of all that it offers."""
+        return sorted({address for nvme in self.folders for address, _ in nvme._index.places()})
+
+    def promised(self, *, only_synced: bool = False) -> set[bytes]:
+        """As in `evidence`, of all folders; nothing while it is being made."""
+        disk, folders = self.machine.disk, getattr(self, "folders", ())
+        return {one for nvme in folders for one in promised(nvme, disk, only_synced=only_synced)}
 
     def note_crash(self, error: BaseException) -> None:
         self.crashes.append(error)
@@ -195,8 +220,7 @@ class Process:
 
     def kill(self) -> None:
         """kill -9: what it offered from segments of its own is on the disk, or it had no right to."""
-        disk = self.machine.disk
-        lost = promised(self.nvme, disk) - whole_records(disk, str(PATH)) if hasattr(self, "nvme") else set()
+        lost = self.promised() - on_disk(self.machine)
         if lost and not self.machine.may_be_corrupt("nvme"):
             self.machine.violate(f"{len(lost)} records were offered by a process and are not on the disk at its death")
         self.fs.kill()
@@ -231,7 +255,7 @@ class Process:
 
     def refresh(self) -> None:
         """What the tier's own thread does now and then."""
-        if not self.nvme._write_lock.locked():
+        if not self.is_writing:
             self._alone(self.nvme.refresh)
 
     def _alone(self, turn: Callable[[], object]) -> None:
@@ -259,7 +283,7 @@ class Process:
 
     def renew_pins(self) -> None:
         """What a thread of the store's does every few seconds."""
-        if self._is_renewing or self.nvme._write_lock.locked():
+        if self._is_renewing or self.is_writing:
             return
         self._is_renewing = True
         self.num_running += 1
@@ -357,3 +381,8 @@ class Process:
     def _spoil(self, destinations: Destinations) -> None:
         destinations.spoil()
         self.quiet = [*self.quiet[-MAX_QUIET:], destinations]
+
+
+def on_disk(machine: Machine) -> set[bytes]:
+    """Addresses of all records that are whole in the tier's folders."""
+    return {one for path in PATHS for one in whole_records(machine.disk, str(path))}

@@ -56,8 +56,8 @@ PROFILES: tuple[dict[str, int], ...] = (
 @dataclass(frozen=True, slots=True)
 class Settings:
     """seed: of the disk and the server. is_redis_first: Redis stands above NVMe in the hierarchy. reuses_inodes: a
-    removed file's number goes to the next one. codec: of what processes write to their tiers. second_touch: tiers that
-    are given blocks on their second use.
+    removed file's number goes to the next one. codec: of what processes write to their tiers. num_folders: of the NVMe
+    tier. second_touch: tiers that are given blocks on their second use.
     """
 
     seed: int
@@ -69,6 +69,7 @@ class Settings:
     max_processes: int
     reuses_inodes: bool
     codec: int
+    num_folders: int
     second_touch: tuple[str, ...] = ()
 
 
@@ -100,6 +101,7 @@ def draw(seed: int) -> Scenario:
         max_processes=rng.choice((1, 2, 2)),
         reuses_inodes=rng.random() < 0.5,
         codec=PLANES_ZSTD if seed % 4 == 3 else NONE,
+        num_folders=2 if seed % 8 in (3, 4) else 1,
     )
     weights = {kind: CLIENT.get(kind, 0) + profile.get(kind, 0) for kind in CLIENT | profile}
     kinds = rng.choices(list(weights), list(weights.values()), k=rng.randint(MIN_EVENTS, MAX_EVENTS))

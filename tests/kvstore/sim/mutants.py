@@ -40,8 +40,8 @@ class LogMutant(Assembly):
 
     log: type[SegmentLog]
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
-        tier = super().nvme(files, settings, version)
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
+        tier = super().nvme(files, settings, version, folder)
         tier._log.__class__ = self.log
         return tier
 
@@ -51,8 +51,8 @@ class ReaderMutant(Assembly):
 
     reader: type[Reader]
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
-        tier = super().nvme(files, settings, version)
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
+        tier = super().nvme(files, settings, version, folder)
         tier._reader.__class__ = self.reader
         return tier
 
@@ -63,8 +63,8 @@ class FilesMutant(Assembly):
     def wrapped(self, files: Files) -> Files:
         raise NotImplementedError
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
-        return super().nvme(self.wrapped(files), settings, version)
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
+        return super().nvme(self.wrapped(files), settings, version, folder)
 
 
 class PublishBeforeWrite(LogMutant):
@@ -101,8 +101,8 @@ class ForgetToEvict(Assembly):
         def working_bytes(self) -> int:
             return 0
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
-        tier = super().nvme(files, settings, version)
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
+        tier = super().nvme(files, settings, version, folder)
         tier._folder.__class__ = self.folder
         return tier
 
@@ -156,7 +156,7 @@ class TrustTornHeaders(Assembly):
                     self._files.close(fd)
             return super()._take(path, loaded)
 
-    def nvme(self, files: Files, settings: Settings, version: int) -> NvmeTier:
+    def nvme(self, files: Files, settings: Settings, version: int, folder: int = 0) -> NvmeTier:
         catalog = self.catalog
 
         class MutantTier(NvmeTier):
@@ -164,7 +164,7 @@ class TrustTornHeaders(Assembly):
                 self._catalog.__class__ = catalog
                 return super()._attach()
 
-        tier = super().nvme(files, settings, version)
+        tier = super().nvme(files, settings, version, folder)
         tier._catalog.__class__ = catalog
         tier._catalog.clear()
         tier.refresh()
