@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,12 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def real_server(cache: Path, *flags: str) -> Iterator[RealServer]:
-    """Serve on a free port with `cache` as cache folder. It is killed at the end if it has not been stopped."""
-    command = [sys.executable, "-m", "pagetier.cli", "serve", "--model", str(model_path())]
+def real_server(cache: Path, *flags: str, wrapper: Sequence[str] = ()) -> Iterator[RealServer]:
+    """Serve on a free port with `cache` as cache folder. It is killed at the end if it has not been stopped.
+
+    wrapper: a command that becomes the server's, such as `setpriv …`.
+    """
+    command = [*wrapper, sys.executable, "-m", "pagetier.cli", "serve", "--model", str(model_path())]
     command += ["--served-model-name", "smollm2", "--port", "0", *flags]
     environment = os.environ | {"PAGETIER_CACHE_DIR": str(cache)}
     environment.pop("REDIS_URL", None)
