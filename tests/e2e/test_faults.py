@@ -151,9 +151,12 @@ def test_valkey_stopped_behind_nvme(
     ):
         server.freeze()
         check(run(engine, rounds_of(documents, 1)), cold)
-        answers = run(engine, rounds_of(documents, 1))
-        check(answers, cold)
-        assert all(answer.cached_tokens.get("nvme") == 112 for answer in answers.values())
+        give_up_s, served = time.monotonic() + BACK_S, [0]
+        while set(served) != {112}:  # on a busy machine a save or a load may miss its budget: the next one need not
+            assert time.monotonic() < give_up_s, served
+            answers = run(engine, rounds_of(documents, 1))
+            check(answers, cold)
+            served = [answer.cached_tokens.get("nvme", 0) for answer in answers.values()]
         server.thaw()
 
 
