@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import typer.main
 
 from pagetier.cli import app
 from tests.docs.transcript import DOCUMENT, blocks, plain, run, served
 
 
+@pytest.mark.timeout(400)  # a server and a store start; a busy machine takes its time
 def test_every_command_of_the_transcript_prints_what_is_written() -> None:
     different = []
     with served() as (url, cache):

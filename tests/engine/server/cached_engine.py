@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagetier.connectors.local import LocalConnector
+from pagetier.connectors.remote import RemoteConnector, open_remote_store
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.identity import roots_of
@@ -32,7 +33,8 @@ PART = Part(0, 0, 1, 0, 1)
 
 def build(config: Mapping[str, Any]) -> ServedEngine:
     """The factory an `EngineOrder` names. nvme_path, redis_url: the tiers there are. num_blocks: of the device pool.
-    weights_version: another one is another domain. pins_path: where pins are kept."""
+    weights_version: another one is another domain. pins_path: where pins are kept. store_url: a store service instead
+    of tiers."""
     fields = dict(config)
     num_blocks = fields.pop("num_blocks", 64)
     identity = replace(IDENTITY, weights_version=fields.pop("weights_version", ""))
@@ -42,8 +44,11 @@ def build(config: Mapping[str, Any]) -> ServedEngine:
     blocks = LedgerBlocks(num_blocks, BLOCK_SIZE)
     runner = LedgerRunner(blocks, VOCAB_SIZE, {}, lazy=False)
     runner._expected = defaultdict(lambda: np.zeros(0, np.uint32))  # every request is welcome
-    connector = None
-    if tiers:
+    connector: LocalConnector | None = None
+    if store_config.store_url is not None:
+        remote = open_remote_store(store_config, identity, PART, blocks.block_nbytes)
+        connector, tiers = RemoteConnector(remote, blocks), remote.tier_names
+    elif tiers:
         store = open_store(store_config, identity, PART, blocks.block_nbytes)
         connector = LocalConnector(store, blocks)
     engine_config = EngineConfig(num_blocks=num_blocks, max_model_len=240, block_size=BLOCK_SIZE, paranoid=True)
