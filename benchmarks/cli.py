@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,36 +26,36 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A benchmark: what it claims, the module whose `run(full, say)` gives its rows, and its `--full` minutes on two
-    cores. A module with `PARTS` runs one of them by `run_part(part, full, say)`."""
+    """A benchmark: what it claims, the module whose `run(full, say)` gives its rows, at the end or one by one, and its
+    `--full` minutes on two cores. A module with `PARTS` runs one of them by `run_part(part, full, say)`."""
 
     claim: str
     module: str
     full_minutes: float
 
-    def run(self, full: bool, say: Say, part: str = "") -> Sequence[Row]:
+    def run(self, full: bool, say: Say, part: str = "") -> Iterable[Row]:
         module = self._loaded()
         if not part:
-            run: Callable[[bool, Say], Sequence[Row]] = module.run
+            run: Callable[[bool, Say], Iterable[Row]] = module.run
             return run(full, say)
         parts: tuple[str, ...] = getattr(module, "PARTS", ())
         if part not in parts:
             raise ConfigError.bad_value(
                 "--only", part, ", ".join(parts) or "not with this benchmark, which has no parts"
             )
-        run_part: Callable[[str, bool, Say], Sequence[Row]] = module.run_part
+        run_part: Callable[[str, bool, Say], Iterable[Row]] = module.run_part
         return run_part(part, full, say)
 
-    def run_seeds(self, num_seeds: int, say: Say) -> Sequence[Row]:
+    def run_seeds(self, num_seeds: int, say: Say) -> Iterable[Row]:
         """Of a benchmark that has seeds: that many."""
         return self._seeded("--seeds", "run_seeds")(num_seeds, say)
 
-    def run_seed(self, seed: int, say: Say) -> Sequence[Row]:
+    def run_seed(self, seed: int, say: Say) -> Iterable[Row]:
         """Of a benchmark that has seeds: this one again."""
         return self._seeded("--seed", "run_seed")(seed, say)
 
-    def _seeded(self, flag: str, function: str) -> Callable[[int, Say], Sequence[Row]]:
-        found: Callable[[int, Say], Sequence[Row]] | None = getattr(self._loaded(), function, None)
+    def _seeded(self, flag: str, function: str) -> Callable[[int, Say], Iterable[Row]]:
+        found: Callable[[int, Say], Iterable[Row]] | None = getattr(self._loaded(), function, None)
         if found is None:
             raise ConfigError(f"{flag}: this benchmark has no seeds; sim has")
         return found
@@ -176,7 +176,9 @@ def bench(
     full: Annotated[bool, typer.Option("--full", help="Both sides of every comparison, ABAB, five pairs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this folder (PNG).")] = None,
-    only: Annotated[str, typer.Option("--only", help="One part alone; cpu: own, vllm, transformers, llama_cpp.")] = "",
+    only: Annotated[
+        str, typer.Option("--only", help="One part alone, such as own, own.shares, vllm or vllm.mixed_64 of cpu.")
+    ] = "",
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="`sim`: how many seeds to play.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="`sim`: play this seed again.")] = None,
     keep: Annotated[bool, typer.Option(help="Append the rows below benchmarks/results.")] = True,
@@ -196,7 +198,8 @@ def bench(
 
 
 def execute(name: str, benches: Mapping[str, Bench], options: Options, results: Path) -> int:
-    """Run benches[name], print its rows to stdout, keep them below `results`; the exit code."""
+    """Run benches[name], print its rows to stdout, keep them below `results`; the exit code. Each row is kept, and its
+    figure told on stderr, as soon as the benchmark gives it: what ends the run does not lose it."""
     if name not in benches:
         raise ConfigError.unknown_name("benchmark", name, benches)
     if options.plot is not None:
@@ -204,8 +207,14 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = benches[name]
     stderr.print(f"{name}: {chosen.claim}")
-    report = stamped(name, _rows(chosen, options, stderr.print), options.argv(name))
-    kept = report.append_csv(results) if options.keep else None
+    rows: list[Row] = []
+    kept: Path | None = None
+    for row in _rows(chosen, options, stderr.print):
+        rows.append(row)
+        stderr.print(f"  {row.name} {figure(row.value)} {row.unit}")
+        if options.keep:
+            kept = stamped(name, [row], options.argv(name)).append_csv(results)
+    report = stamped(name, rows, options.argv(name))
     if options.as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -217,7 +226,7 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
     return report.exit_code
 
 
-def _rows(chosen: Bench, options: Options, say: Say) -> Sequence[Row]:
+def _rows(chosen: Bench, options: Options, say: Say) -> Iterable[Row]:
     if options.num_seeds is not None:
         return chosen.run_seeds(options.num_seeds, say)
     if options.seed is not None:

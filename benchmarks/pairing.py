@@ -37,11 +37,16 @@ class Pairs:
         return statistics.median(self.ratios)
 
 
-def measure_pairs(ours: Callable[[], float], theirs: Callable[[], float], num_pairs: int) -> Pairs:
-    """Call both in turn, `num_pairs` times; each answers with its own figure (the same unit, above zero)."""
+def measure_pairs(
+    ours: Callable[[], float], theirs: Callable[[], float], num_pairs: int, max_s: float = math.inf
+) -> Pairs:
+    """Call both in turn, `num_pairs` times; each answers with its own figure (the same unit, above zero). After the
+    first pair none is begun that would likely end later than `max_s` seconds after the first one began."""
     if num_pairs < 1:
         raise ValueError(f"num_pairs must be at least 1, not {num_pairs}")
-    pairs = [(ours(), theirs()) for _ in range(num_pairs)]
+    start_s, pairs = time.monotonic(), [(ours(), theirs())]
+    while len(pairs) < num_pairs and (time.monotonic() - start_s) * (len(pairs) + 1) / len(pairs) <= max_s:
+        pairs.append((ours(), theirs()))
     return Pairs(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
 

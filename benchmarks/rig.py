@@ -14,6 +14,7 @@ from pagetier.benchmarks.workload import Request
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.device_pool import DevicePool, PoolShape, torch_dtype
+from pagetier.engine.interpreter import set_for_an_engine
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.models.compiled import CompiledModel
 from pagetier.engine.models.config import ModelConfig
@@ -158,6 +159,7 @@ def open_rig(weights: Weights, setup: Setup | None = None) -> Iterator[Rig]:
     hash_ = hash_named("sha256")
     core = EngineCore(engine_config, runner, None, root_of=lambda salt: root_key(bytes(32), salt.encode(), hash_))
     try:
-        yield Rig(weights, setup, pool, model, runner, core)
+        with set_for_an_engine():
+            yield Rig(weights, setup, pool, model, runner, core)
     finally:
         core.close()

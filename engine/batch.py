@@ -19,7 +19,8 @@ class SampleRow(NamedTuple):
 
     position: of the token to be chosen (0-based in the sequence); with `seed` and `choice` it names the random number.
     prompt_ids and output_ids are set only when `params.has_penalties`; `pending` says that the row of the previous
-    step whose token also belongs to the output but was not known at planning (-1: none).
+    step whose token also belongs to the output but was not known at planning (-1: none). is_plain: known to be the best
+    token of the logits as they are, and nothing else is asked for; False when nobody has looked.
     """
 
     params: SamplingParams
@@ -31,6 +32,7 @@ class SampleRow(NamedTuple):
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     pending: int = -1
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,10 @@ class CompiledSampler:
         asked = np.zeros(len(rows), SAMPLE_ROW)
         asked["top_p"] = 1.0
         asked["logits"] = logits.data_ptr() + np.arange(len(rows), dtype=np.uintp) * np.uintp(4 * self._vocab_size)
-        adjusted = _point_to_adjusted(asked, logits, rows, previous)
-        self._describe_draws(asked, rows)
-        tops = self._describe_logprobs(asked, rows, logits)
+        others = [index for index, row in enumerate(rows) if not row.is_plain]
+        adjusted = _point_to_adjusted(asked, logits, rows, others, previous)
+        self._describe_draws(asked, rows, others)
+        tops = self._describe_logprobs(asked, rows, others, logits)
         self._library.sample(self._isa, asked, self._vocab_size, self._threads, self._scratch)
         del adjusted  # the library has read them
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -42,9 +43,9 @@ class CompiledSampler:
             logprobs[index] = TokenLogprobs(float(asked["logprob"][index]), int(asked["rank"][index]), best)
         return asked["token"].astype(np.int64), tuple(logprobs)
 
-    def _describe_draws(self, asked: np.ndarray, rows: Sequence[SampleRow]) -> None:
-        """Fills in the rows that are not greedy."""
-        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    def _describe_draws(self, asked: np.ndarray, rows: Sequence[SampleRow], others: list[int]) -> None:
+        """Fills in those of `others` that are not greedy."""
+        drawn = [index for index in others if not rows[index].params.greedy]
         if not drawn:
             return
         asked["number"][drawn] = self._library.uniforms(
@@ -54,11 +55,12 @@ class CompiledSampler:
             asked[name][drawn] = [getattr(rows[index].params, name) for index in drawn]
 
     def _describe_logprobs(
-        self, asked: np.ndarray, rows: Sequence[SampleRow], logits: Tensor
+        self, asked: np.ndarray, rows: Sequence[SampleRow], others: list[int], logits: Tensor
     ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By row that wants log-probabilities: where its best ids and their values will be."""
+        """By row of `others` that wants log-probabilities: where its best ids and their values will be."""
         tops = {}
-        for index, row in enumerate(rows):
+        for index in others:
+            row = rows[index]
             if row.params.logprobs is None:
                 continue
             num_top = min(row.params.logprobs, self._vocab_size)
@@ -69,11 +71,13 @@ class CompiledSampler:
 
 
 def _point_to_adjusted(
-    asked: np.ndarray, logits: Tensor, rows: Sequence[SampleRow], previous: I64 | None
+    asked: np.ndarray, logits: Tensor, rows: Sequence[SampleRow], others: list[int], previous: I64 | None
 ) -> list[Tensor]:
-    """Rows with penalties and the like are chosen from logits of their own, returned to be kept as long as needed."""
+    """Rows of `others` with penalties and the like are chosen from logits of their own, returned to be kept as long as
+    needed."""
     kept = []
-    for index, row in enumerate(rows):
+    for index in others:
+        row = rows[index]
         if is_adjusted(row):
             own = logits[index].clone()  # (vocab_size,)
             adjust(own, row, previous)

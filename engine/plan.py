@@ -128,4 +128,5 @@ def _sample_row(row: PlannedRow) -> SampleRow:
         spec.prompt_ids if penalties else (),
         tuple(request.token_ids(num_prompt, request.num_known_tokens).tolist()) if penalties else (),
         row.pending_row,
+        request.is_plain,
     )

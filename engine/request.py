@@ -48,6 +48,7 @@ class Request:
         "epoch",
         "finish_reason",
         "following",
+        "is_plain",
         "job",
         "lookup_first",
         "lookup_tiers",
@@ -83,6 +84,7 @@ class Request:
         self.state = RequestState.WAITING
         self.finish_reason: str | None = None
         self.num_prompt_tokens = self.num_known_tokens = len(spec.prompt_ids)
+        self.is_plain = spec.params.is_plain
         self.max_tokens = self.num_prompt_tokens + (spec.params.max_tokens or 1 << 60)  # of prompt and output together
         self._buffer: I32 = np.empty(self.num_known_tokens + 64, np.int32)
         self._buffer[: self.num_known_tokens] = spec.prompt_ids
@@ -146,10 +148,11 @@ class Request:
 
     def append(self, token_id: int) -> None:
         """Accept a sampled token."""
-        if self.num_known_tokens == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer), np.int32)])
-        self._buffer[self.num_known_tokens] = token_id
-        self.num_known_tokens += 1
+        buffer, num_known = self._buffer, self.num_known_tokens
+        if num_known == len(buffer):
+            self._buffer = buffer = np.concatenate([buffer, np.empty(num_known, np.int32)])
+        buffer[num_known] = token_id
+        self.num_known_tokens = num_known + 1
 
     def output(
         self,

@@ -75,6 +75,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token is the best of the logits as they are, and nothing else is asked for."""
+        asks_more = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.logprobs is not None
+        return self.greedy and not asks_more
+
 
 def _is_text(value: str) -> bool:
     """Whether it is not empty and has no half of a surrogate pair, which no text ever has and no message can carry."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagetier.benchmarks.cpu.child import ChildError, first_token_s
@@ -30,66 +31,95 @@ from pagetier.kvstore.places import kernels_dir
 
 DTYPE = "bfloat16"
 
-OWN = "own"
-PARTS = (OWN, *(rival.name for rival in RIVALS))
-
 __all__ = ("PARTS", "draw", "run", "run_part")  # what `pagetier bench` asks a benchmark for
+OWN = "own"
 
 
-def run(full: bool, say: Callable[[str], None]) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """What rows are measured with. Full: five measurements a row, else one to three. note: how idle the machine was."""
+
+    rig: Rig
+    limits: Limits
+    full: bool
+    note: str
+    say: Callable[[str], None]
+
+    @property
+    def num_pairs(self) -> int:
+        return 5 if self.full else 3
+
+
+def run(full: bool, say: Callable[[str], None]) -> Iterator[Row]:
     """Quick: one to three measurements a row, peers of the last full run. Full: five, peers beside us."""
-    return _run(PARTS, full, say)
+    return _run((OWN, *(rival.name for rival in RIVALS)), full, say)
 
 
-def run_part(part: str, full: bool, say: Callable[[str], None]) -> list[Row]:
-    """Our own rows alone, or those against one peer."""
+def run_part(part: str, full: bool, say: Callable[[str], None]) -> Iterator[Row]:
+    """Our own rows alone or some of them, or those against one peer, or one workload's."""
     return _run((part,), full, say)
 
 
-def _run(parts: Sequence[str], full: bool, say: Callable[[str], None]) -> list[Row]:
-    note = wait_until_idle(600.0 if full else 0.0) or f"load {os.getloadavg()[0]:.1f} before the run"
+def _run(parts: Sequence[str], full: bool, say: Callable[[str], None]) -> Iterator[Row]:
+    note = wait_until_idle(30.0 if full else 0.0) or f"load {os.getloadavg()[0]:.1f} before the run"
     try:
         limits = Limits(LimitsProgram(kernels_dir()), len(os.sched_getaffinity(0)))
-        weights = Weights.load(DTYPE)
-        with open_rig(weights) as rig:
-            rows = own_rows(rig, limits, full, note, say) if OWN in parts else []
-            rows += peer_rows(rig, [rival for rival in RIVALS if rival.name in parts], full, note, say)
+        with open_rig(Weights.load(DTYPE)) as rig:
+            rig.generate(WORKLOADS[2].requests(seed=0)[:4])  # warm
+            measuring = Measuring(rig, limits, full, note, say)
+            for part in parts:
+                yield from part_rows(part, measuring)
     except (BuildError, UnsupportedError, LimitsError) as error:
         raise ConfigError(f"this benchmark is of the compiled CPU core: {error}") from error
-    return rows
 
 
-def own_rows(rig: Rig, limits: Limits, full: bool, note: str, say: Callable[[str], None]) -> list[Row]:
-    """All rows that need no peer."""
-    num_pairs, num_new = (5, 128) if full else (3, 48)
-    rig.generate(WORKLOADS[2].requests(seed=0)[:4])  # warm
-    say("speeds, and shares of the machine's limits")
-    rows = speed_rows(rig, full, note)
-    rows += decode_rows(rig, limits, num_pairs, num_new, note)
-    rows.append(gemm_row(rig, limits, num_pairs, note))
-    rows += attention_rows(rig.weights, limits, num_pairs, note)
-    say("plan and commit, gaps between kernels, memory, start, neighbours")
-    rows += plan_rows(300 if full else 150, note)
-    rows.append(non_kernel_row(rig, 128 if full else 48, note))
-    rows.append(memory_row(rig.weights, note))
-    rows.append(start_row(5 if full else 2, note))
-    rows.append(neighbours_row(rig, num_pairs if full else 2, 400 if full else 150, note))
-    say("batch invariance")
-    rows.append(invariance_row(rig.weights, 64 if full else 24, FULL if full else QUICK, note))
+def part_rows(part: str, measuring: Measuring) -> Iterator[Row]:
+    """The rows of one of `PARTS`, each as soon as it is measured."""
+    if part == OWN:
+        for name in OWN_PARTS:
+            yield from part_rows(name, measuring)
+    elif part in OWN_PARTS:
+        measuring.say(part.removeprefix(f"{OWN}."))
+        yield from OWN_PARTS[part](measuring)
+    else:
+        yield from peer_rows(*RIVAL_PARTS[part], measuring)
+
+
+def share_rows(measuring: Measuring) -> Iterator[Row]:
+    """Of the machine's limits, but for attention."""
+    rig, limits, note = measuring.rig, measuring.limits, measuring.note
+    yield from decode_rows(rig, limits, measuring.num_pairs, 128 if measuring.full else 48, note)
+    yield gemm_row(rig, limits, measuring.num_pairs, note)
+
+
+def overhead_rows(measuring: Measuring) -> Iterator[Row]:
+    """Of what is not arithmetic."""
+    full, note = measuring.full, measuring.note
+    yield from plan_rows(300 if full else 150, note)
+    yield non_kernel_row(measuring.rig, 128 if full else 48, note)
+    yield memory_row(measuring.rig.weights, note)
+    yield start_row(5 if full else 2, note)
+
+
+def neighbour_rows(measuring: Measuring) -> Iterator[Row]:
+    full = measuring.full
+    yield neighbours_row(measuring.rig, measuring.num_pairs if full else 2, 400 if full else 150, measuring.note)
+
+
+def invariance_rows(measuring: Measuring) -> Iterator[Row]:
+    full, note = measuring.full, measuring.note
+    yield invariance_row(measuring.rig.weights, 64 if full else 24, FULL if full else QUICK, note)
     if full:
-        rows.append(invariance_row(Weights.load("float32"), 64, FULL, note))
-    return rows
+        yield invariance_row(Weights.load("float32"), 64, FULL, note)
 
 
-def speed_rows(rig: Rig, full: bool, note: str) -> list[Row]:
+def speed_rows(measuring: Measuring) -> Iterator[Row]:
     """Our tokens per second of each workload."""
-    rows = []
     for workload in WORKLOADS:
-        runs = 5 if full else 1
-        speeds = [workload.num_counted / rig.generate(workload.requests(seed))[1] for seed in range(runs)]
+        runs = 5 if measuring.full else 1
+        speeds = [workload.num_counted / measuring.rig.generate(workload.requests(seed))[1] for seed in range(runs)]
         name, middle = f"{workload.name}_pagetier", statistics.median(speeds)
-        rows.append(Row(name, middle, "tok/s", None, middle, percentile(speeds, 0.01), runs, note))
-    return rows
+        yield Row(name, middle, "tok/s", None, middle, percentile(speeds, 0.01), runs, measuring.note)
 
 
 def start_row(runs: int, note: str) -> Row:
@@ -101,13 +131,27 @@ def start_row(runs: int, note: str) -> Row:
     return Row(name, statistics.median(seconds), "s", runs=runs, note=note)
 
 
-def peer_rows(rig: Rig, rivals: list[Rival], full: bool, note: str, say: Callable[[str], None]) -> list[Row]:
+def peer_rows(rival: Rival, workloads: Sequence[str], measuring: Measuring) -> Iterator[Row]:
     """Measured in a full run; in a quick one those of the last full run on this CPU model."""
-    if full:
-        return [row for rival in rivals for row in compare(rival, rig, 5, note, say)]
-    missing = [row for rival in rivals for row in rows_not_measured(rival, "not in a quick run")]
-    return past_rows(results_folder() / "cpu.csv").rows(missing)
+    if measuring.full:
+        return compare(rival, workloads, measuring.rig, measuring.num_pairs, measuring.note, measuring.say)
+    missing = rows_not_measured(rival, workloads, "not in a quick run")
+    return iter(past_rows(results_folder() / "cpu.csv").rows(missing))
 
 
 def past_rows(path: Path) -> PastRuns:
     return PastRuns(path, cpu_model(), datetime.datetime.now(datetime.UTC))
+
+
+OWN_PARTS: dict[str, Callable[[Measuring], Iterator[Row]]] = {
+    f"{OWN}.speeds": speed_rows,
+    f"{OWN}.shares": share_rows,
+    f"{OWN}.attention": lambda m: attention_rows(m.rig.weights, m.limits, m.num_pairs, m.note),
+    f"{OWN}.overhead": overhead_rows,
+    f"{OWN}.neighbours": neighbour_rows,
+    f"{OWN}.invariance": invariance_rows,
+}
+RIVAL_PARTS = {rival.name: (rival, tuple(rival.targets)) for rival in RIVALS} | {
+    f"{rival.name}.{workload}": (rival, (workload,)) for rival in RIVALS for workload in rival.targets
+}
+PARTS = (OWN, *OWN_PARTS, *RIVAL_PARTS)

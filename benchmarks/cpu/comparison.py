@@ -29,6 +29,7 @@ from pagetier.kvstore.places import cache_dir
 Generate = Callable[[Sequence[Request]], tuple[list[list[int]], float]]
 WORKLOADS = (PREFILL, decode(1, 128), decode(16, 128), mixed())
 START = "start_to_first_token"
+PAIRS_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +54,47 @@ RIVALS = (
 )
 
 
-def rows_not_measured(rival: Rival, note: str) -> list[Row]:
-    """Every row that `compare` gives for this rival, without values."""
+def rows_not_measured(rival: Rival, workloads: Sequence[str], note: str) -> list[Row]:
+    """Every row that `compare` gives for these, without values."""
     rows = []
-    for workload, target in rival.targets.items():
+    for workload in workloads:
         rows += [
-            Row(f"{workload}_vs_{rival.name}", None, "ratio", target, note=note),
+            Row(f"{workload}_vs_{rival.name}", None, "ratio", rival.targets[workload], note=note),
             Row(f"{workload}_{rival.name}", None, "s" if workload == START else "tok/s", note=note),
         ]
     return rows
 
 
-def compare(rival: Rival, rig: Rig, num_pairs: int, note: str, say: Callable[[str], None]) -> list[Row]:
-    """Starts the rival, measures all workloads that it has a target for, ends it. When it fails, what was measured
-    stays, and the other rows say why."""
-    measured: dict[str, Row] = {}
-
-    def keep(*rows: Row) -> None:
-        measured.update((row.name, row) for row in rows)
-
-    reason = ""
+def compare(
+    rival: Rival, workloads: Sequence[str], rig: Rig, num_pairs: int, note: str, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """Starts the rival, measures these of the workloads that it has a target for, `START` among them, ends it. Rows as
+    soon as they are measured; when it fails, the others say why."""
+    missing = list(workloads)
     try:
         find_environment(rival.name)
         say(f"{rival.name}: loading")
         with started(rival) as (peer, start_s):
             version = f"{peer.version}; {note}" if note else peer.version
-            ours_s = statistics.median(first_token_s("bfloat16") for _ in range(3))
-            keep(Row(f"{START}_vs_{rival.name}", ours_s / start_s, "ratio", rival.targets[START], note=version))
-            keep(Row(f"{START}_{rival.name}", start_s, "s", note=version))
-            for workload in WORKLOADS:
-                if workload.name in rival.targets:
-                    say(f"{rival.name}: {workload.name}, {num_pairs} pairs")
+            for name in workloads:
+                if name == START:
+                    yield from start_rows(rival, start_s, version)
+                else:
+                    workload = next(workload for workload in WORKLOADS if workload.name == name)
+                    say(f"{rival.name}: {name}, up to {num_pairs} pairs")
                     pairs = speeds(workload, rig.generate, paused_between(peer), num_pairs)
-                    keep(*speed_rows(workload, rival, pairs, version))
+                    yield from speed_rows(workload, rival, pairs, version)
+                missing.remove(name)
     except (PeerError, ChildError) as error:
-        reason = str(error)
-    return [measured.get(row.name, row) for row in rows_not_measured(rival, reason or "not measured")]
+        yield from rows_not_measured(rival, missing, str(error))
+
+
+def start_rows(rival: Rival, start_s: float, note: str) -> list[Row]:
+    ours_s = statistics.median(first_token_s("bfloat16") for _ in range(3))
+    return [
+        Row(f"{START}_vs_{rival.name}", ours_s / start_s, "ratio", rival.targets[START], note=note),
+        Row(f"{START}_{rival.name}", start_s, "s", note=note),
+    ]
 
 
 @contextmanager
@@ -127,7 +133,8 @@ def paused_between(peer: Peer) -> Generate:
 
 
 def speeds(workload: Workload, ours: Generate, theirs: Generate, num_pairs: int) -> Pairs:
-    """Tokens per second of both sides on the same prompts, new ones for each pair."""
+    """Tokens per second of both sides on the same prompts, new ones for each pair; fewer pairs where they would take
+    longer than `PAIRS_S` seconds."""
     seed = 0
 
     def speed(generate: Generate) -> float:
@@ -140,7 +147,7 @@ def speeds(workload: Workload, ours: Generate, theirs: Generate, num_pairs: int)
         seed += 1
         return speed(ours)
 
-    return measure_pairs(first, lambda: speed(theirs), num_pairs)
+    return measure_pairs(first, lambda: speed(theirs), num_pairs, PAIRS_S)
 
 
 def speed_rows(workload: Workload, rival: Rival, pairs: Pairs, note: str) -> list[Row]:

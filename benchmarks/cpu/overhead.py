@@ -16,6 +16,7 @@ from pagetier.benchmarks.workload import decode
 from pagetier.engine.batch import Batch, StepResult
 from pagetier.engine.config import EngineConfig
 from pagetier.engine.core import EngineCore
+from pagetier.engine.interpreter import set_for_an_engine
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.plan import build_batch
 from pagetier.engine.sampling_params import SamplingParams
@@ -105,7 +106,8 @@ class Crowd:
 def plan_rows(num_steps: int, note: str, num_running: int = 1_000, num_waiting: int = 10_000) -> list[Row]:
     """Times of plan and commit of one step, two steps in flight as in serving; of the batch's arrays apart."""
     crowd = Crowd(num_running, num_waiting)
-    times = [crowd.step() for _ in range(num_steps)]
+    with set_for_an_engine():
+        times = [crowd.step() for _ in range(num_steps)]
     crowd.core.close()
     return [
         _p99_row(

@@ -6,6 +6,7 @@ sides of a pair.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,15 +44,13 @@ def share_row(name: str, pairs: Pairs, target: str, note: str) -> Row:
     return Row(name, pairs.ratio, "ratio", target, percentile(shares, 0.5), percentile(shares, 0.99), len(shares), note)
 
 
-def decode_rows(rig: Rig, limits: Limits, num_pairs: int, num_new: int, note: str) -> list[Row]:
+def decode_rows(rig: Rig, limits: Limits, num_pairs: int, num_new: int, note: str) -> Iterator[Row]:
     """Steps per second times the bytes of weights that a step reads, over streaming read."""
-    rows = []
     for batch, target in ((1, ">= 0.80"), (16, ">= 0.60")):
         workload = decode(batch, num_new)
         pairs = measure_pairs(lambda workload=workload: weight_bytes_per_s(rig, workload), limits.read, num_pairs)  # type: ignore[misc]
         how = f"{rig.weights.gemm_bytes / 1e6:.0f} MB of weights a step"
-        rows.append(share_row(f"decode_{batch}_vs_weight_read", pairs, target, _joined(how, note)))
-    return rows
+        yield share_row(f"decode_{batch}_vs_weight_read", pairs, target, _joined(how, note))
 
 
 def weight_bytes_per_s(rig: Rig, workload: Workload) -> float:
@@ -75,11 +74,10 @@ def gemm_row(rig: Rig, limits: Limits, num_pairs: int, note: str) -> Row:
     return share_row("prefill_gemm_vs_peak", measure_pairs(ours, limits.bf16, num_pairs), ">= 0.50", _joined(how, note))
 
 
-def attention_rows(weights: Weights, limits: Limits, num_pairs: int, note: str) -> list[Row]:
+def attention_rows(weights: Weights, limits: Limits, num_pairs: int, note: str) -> Iterator[Row]:
     """KV bytes that a decode step's attention reads over the time within attention, over streaming read; one row of
     random K and V, its blocks in random order over the pool."""
     num_blocks = -(-max(CONTEXTS) // 16)
-    rows = []
     with open_rig(weights, Setup(threads=limits.threads, num_blocks=num_blocks)) as rig:
         fill_randomly(rig.pool.tensor)
         for context in CONTEXTS:
@@ -91,8 +89,7 @@ def attention_rows(weights: Weights, limits: Limits, num_pairs: int, note: str) 
                 limits.read,
                 num_pairs,
             )
-            rows.append(share_row(f"attention_{context}_vs_read", pairs, ">= 0.75", note))
-    return rows
+            yield share_row(f"attention_{context}_vs_read", pairs, ">= 0.75", note)
 
 
 def fill_randomly(pool: torch.Tensor) -> None:

@@ -200,11 +200,13 @@ class CompiledModel:
         logits: np.ndarray = np.empty((len(batch.logits_indices), self.config.vocab_size), np.float32)
         self._buffer_array[len(self._buffers) - 1].data = logits.ctypes.data
         self._buffer_array[len(self._buffers) - 1].max_rows = len(logits)
-        # What does not fit 32 bits stays outside the vocabulary.
-        ids = np.clip(token_ids.numpy(), -1, np.iinfo(np.int32).max).astype(np.int32)
+        ids = token_ids.numpy()
+        if ids.dtype != np.int32:  # what does not fit 32 bits stays outside the vocabulary
+            ids = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
+        ids = np.ascontiguousarray(ids)
         table = np.ascontiguousarray(batch.block_tables[0])
         self._leave_free(1 if batch.tiers_busy and self._num_threads >= SPARE_FROM else 0)
-        attention_ns, all_ns = int(self.counters[OpKind.ATTENTION]), int(self.counters.sum())
+        before = self.counters.tolist()
         try:
             error = self._library.step(
                 int(self.isa),
@@ -218,8 +220,9 @@ class CompiledModel:
                 raise ValueError(self._library.error_text(error))
         except ValueError as reason:
             raise ValueError(f"step {batch.step}: {reason}") from reason
-        attention_s = (int(self.counters[OpKind.ATTENTION]) - attention_ns) / 1e9
-        self._observe(batch, attention_s, (int(self.counters.sum()) - all_ns) / 1e9 - attention_s)
+        after = self.counters.tolist()
+        attention_s = (after[OpKind.ATTENTION] - before[OpKind.ATTENTION]) / 1e9
+        self._observe(batch, attention_s, (sum(after) - sum(before)) / 1e9 - attention_s)
         return torch.from_numpy(logits)
 
     def prefill_s(self, num_new: int, context: int) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetier.engine.batch import I64, Batch, SampleRow, StepResult, TokenLogprobs
+from pagetier.engine.batch import I32, I64, Batch, SampleRow, StepResult, TokenLogprobs
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.sampler import sample
@@ -45,7 +45,8 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
 
-        token_ids: (num_tokens,) int64, token sources resolved. pool: the device pool's tensor.
+        token_ids: (num_tokens,) int64, or int32 for the compiled core, token sources resolved. pool: the device pool's
+        tensor.
         """
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
@@ -144,12 +145,15 @@ class ModelRunner:
         return StepResult(batch.step, tokens, logprobs, self._differing(batch))
 
     def _differing(self, batch: Batch) -> tuple[int, ...]:
+        if not len(batch.compares):
+            return ()
         tolerance = 0.0 if self.model.is_batch_invariant else SHADOW_TOLERANCE[self.pool.tensor.dtype]
         return tuple(a for a, b in batch.compares.tolist() if self.pool.differ(a, b, tolerance))
 
-    def _resolve_tokens(self, batch: Batch) -> I64:
-        """(num_tokens,) ids, those sampled by the previous batch filled in."""
-        token_ids = batch.token_ids.astype(np.int64)  # (num_tokens,) a copy
+    def _resolve_tokens(self, batch: Batch) -> I32 | I64:
+        """(num_tokens,) ids, those sampled by the previous batch filled in; int32 for the compiled core."""
+        is_torch = self.model.core_sampler is None
+        token_ids: I32 | I64 = batch.token_ids.astype(np.int64) if is_torch else batch.token_ids.copy()
         sourced = np.flatnonzero(batch.token_sources >= 0)
         if len(sourced):
             if self._previous is None:
@@ -165,7 +169,7 @@ class ModelRunner:
         if len(batch.samples) != len(batch.logits_indices):
             raise ValueError(f"step {batch.step}: {len(batch.samples)} samples of {len(batch.logits_indices)} logits")
 
-    def _check_seen(self, batch: Batch, token_ids: I64) -> None:
+    def _check_seen(self, batch: Batch, token_ids: I32 | I64) -> None:
         """Refuse what would read or write outside the pool: the kernels behind torch's views do not all check."""
         if not _within(token_ids, self.model.config.vocab_size):
             raise ValueError(f"step {batch.step}: a token id outside the vocabulary of {self.model.config.vocab_size}")

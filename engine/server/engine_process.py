@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import logging
@@ -26,6 +25,7 @@ from typing import Any, Protocol, cast
 import zmq
 
 from pagetier.engine.inspection import Report
+from pagetier.engine.interpreter import calm_the_collector, switch_often
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.server import wire
 from pagetier.kvstore.errors import ConfigError, PagetierError, ProtocolError
@@ -38,7 +38,6 @@ IDLE_POLL_MS = 1000  # nothing to do: messages, signals and a closed lifeline wa
 STALL_POLL_MS = 1  # work there is, but it waits for a tier or a device
 STALL_STEP_S = 0.0005  # a step shorter than this that brought no token did nothing
 MAX_DRAIN = 256  # messages taken between two steps, so that a flood of requests cannot stop the running ones
-SWITCH_INTERVAL_S = 0.0002  # the runner's thread comes out of a kernel to find planning at work: 5 ms is half a step
 RUNNING_SHARE = 0.6  # of the shutdown time-out is for running requests, the rest for queued puts
 
 
@@ -326,7 +325,7 @@ def serve_engine(
     try:
         engine = load_factory(factory)(config)
         if lifeline is not None:
-            _calm_the_collector()
+            calm_the_collector()
         loop = EngineLoop(engine, link, shutdown_timeout_s, lifeline)
         with _SigtermDrains(loop, link, active=lifeline is not None):
             try:
@@ -372,17 +371,9 @@ class _SigtermDrains:
         os.close(self._wake_out)
 
 
-def _calm_the_collector() -> None:
-    """Model and modules stay, and requests die by reference count: walking them all every few steps, thousands of
-    waiting ones among them, would be the longest part of a step."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-
-
 def main() -> int:
     """The engine process: one JSON line on stdin says what to serve; stdin's end says that the parent is gone."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_often()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
     order = json.loads(_read_line(sys.stdin.fileno()))
     logging.basicConfig(level=order["log_level"], format="%(levelname)s %(name)s: %(message)s")

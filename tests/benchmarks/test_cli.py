@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +62,24 @@ def test_a_part_is_in_the_command_that_is_kept(tmp_path: Path, capsys: pytest.Ca
     assert "pagetier bench fixed --full --only b" in (tmp_path / "fixed.csv").read_text()
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("cpu", "own, vllm, transformers, llama_cpp"), ("spine", "no parts")])
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("cpu", "own, .*vllm, .*vllm.mixed_64, .*llama_cpp"), ("spine", "no parts")]
+)
 def test_an_unknown_part_is_refused_with_those_there_are(name: str, allowed: str) -> None:
     with pytest.raises(ConfigError, match=f"--only: got 'x'; allowed: .*{allowed}"):
         BENCHES[name].run(False, lambda line: None, "x")
+
+
+def test_rows_before_a_failure_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Bench):
+        def run(self, full: bool, say: Say, part: str = "") -> Iterator[Row]:
+            yield Row("a", 1.5, "s")
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        execute("failing", {"failing": Failing("a claim", "nowhere", 1.0)}, Options(), tmp_path)
+    assert "a 1.5 s" in capsys.readouterr().err
+    assert (tmp_path / "failing.csv").read_text().count("\n") == 2
 
 
 def test_missed_target_is_shown_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

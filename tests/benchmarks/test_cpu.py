@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagetier.benchmarks.cpu.bench import OWN_PARTS, PARTS, RIVAL_PARTS
 from pagetier.benchmarks.cpu.comparison import (
     RIVALS,
     START,
@@ -67,9 +68,16 @@ def test_both_sides_get_the_same_prompts_and_ours_over_theirs_is_the_ratio() -> 
 
 @pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival.name)
 def test_a_missing_rival_gives_its_rows_without_values(rival: Rival) -> None:
-    rows = rows_not_measured(rival, "not installed")
+    rows = rows_not_measured(rival, tuple(rival.targets), "not installed")
     assert {row.name for row in rows} >= {f"{START}_vs_{rival.name}", f"decode_16_vs_{rival.name}"}
     assert all(row.value is None and not row.ok and row.note == "not installed" for row in rows)
+
+
+def test_every_part_that_is_named_is_one_that_runs() -> None:
+    assert set(PARTS) == {"own", *OWN_PARTS, *RIVAL_PARTS}
+    for rival in RIVALS:
+        assert RIVAL_PARTS[rival.name] == (rival, tuple(rival.targets))
+    assert RIVAL_PARTS["vllm.mixed_64"] == (RIVALS[0], ("mixed_64",))
 
 
 def report(days_ago: int, hardware: str, command: str, *rows: Row) -> Report:

@@ -32,6 +32,11 @@ def test_ratio_is_the_median_of_neighbours_and_survives_a_drift() -> None:
     assert pairs.ratio == pytest.approx(2.0)
 
 
+def test_pairs_that_take_too_long_are_fewer_but_never_none() -> None:
+    assert len(measure_pairs(lambda: 1.0, lambda: 1.0, 3, max_s=60.0).ours) == 3
+    assert len(measure_pairs(lambda: 1.0, lambda: 1.0, 3, max_s=0.0).ours) == 1
+
+
 def test_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pairs"):
         measure_pairs(lambda: 1.0, lambda: 1.0, 0)

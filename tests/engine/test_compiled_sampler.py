@@ -57,6 +57,7 @@ def sample_rows(draw: st.DrawFn) -> SampleRow:
         prompt_ids=tuple(draw(ids)) if params.has_penalties else (),
         output_ids=tuple(draw(ids)) if params.has_penalties else (),
         pending=draw(st.integers(-1, len(PREVIOUS) - 1)),
+        is_plain=params.is_plain and draw(st.booleans()),
     )
 
 
