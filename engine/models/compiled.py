@@ -69,6 +69,7 @@ class CompiledModel:
         self._ops: list[Op] = []
         self._buffers: list[Buffer] = []
         self._max_tokens = max_tokens
+        self._gate_up = -1  # the buffer of products that are yet to be gated, where there is one
         self._describe(tensors)
         self._pool = pool
         self._frequencies = self._keep(rope_frequencies(config.rope, config.head_dim).numpy())
@@ -115,6 +116,22 @@ class CompiledModel:
         n, k = stacked.shape
         self._op(OpKind.GEMM, in_, out, n, k=k, weight=packed.ctypes.data, bias=bias, **fields)
 
+    def _gated(self, in_: int, out: int, weights: list[Tensor], biases: list[Tensor], **fields: int) -> None:
+        """out = silu(in W^T) * (in V^T) of two weights (n, k): one op where the level can, else two to the same bits,
+        over a buffer of both products."""
+        gate, up = weights
+        n, k = gate.shape
+        packed = self._library.pack_gated(self.isa, _bits(gate), _bits(up), DTYPES[self.dtype])
+        if packed is None:
+            if self._gate_up < 0:
+                self._gate_up = self._buffer(2 * n, Dtype.F32)
+            self._gemm(in_, self._gate_up, weights, biases, **fields)
+            self._op(OpKind.SILU_MUL, self._gate_up, out, n, **fields)
+            return
+        self._kept.append(packed)
+        bias = self._keep(torch.cat(biases).float().numpy()).ctypes.data if biases else 0
+        self._op(OpKind.GEMM, in_, out, n, k=k, weight=packed.ctypes.data, bias=bias, gated=1, **fields)
+
     def _norm(self, in_: int, out: int, weight: Tensor, **fields: int) -> None:
         kept = self._keep(weight.float().numpy())
         self._op(OpKind.NORM, in_, out, len(kept), weight=kept.ctypes.data, **fields)
@@ -126,7 +143,6 @@ class CompiledModel:
         normed = self._buffer(config.hidden_size, compute)
         qkv = self._buffer(q_width + 2 * kv_width, Dtype.F32)
         attended = self._buffer(q_width, compute)
-        gate_up = self._buffer(2 * config.intermediate_size, Dtype.F32)
         inner = self._buffer(config.intermediate_size, compute)
         embedding = self._keep(_bits(tensors["model.embed_tokens.weight"]))
         self._op(OpKind.EMBED, -1, residual, config.hidden_size, weight=embedding.ctypes.data)
@@ -155,8 +171,7 @@ class CompiledModel:
             self._gemm(attended, residual, named("self_attn.o_proj"), bias, accumulate=1, **fields)
             self._norm(residual, normed, tensors[f"{prefix}.post_attention_layernorm.weight"], **fields)
             mlp = ("mlp.gate_proj", "mlp.up_proj")
-            self._gemm(normed, gate_up, named(*mlp), named(*mlp, kind="bias") if config.mlp_bias else [], **fields)
-            self._op(OpKind.SILU_MUL, gate_up, inner, config.intermediate_size, **fields)
+            self._gated(normed, inner, named(*mlp), named(*mlp, kind="bias") if config.mlp_bias else [], **fields)
             bias = named("mlp.down_proj", kind="bias") if config.mlp_bias else []
             self._gemm(inner, residual, named("mlp.down_proj"), bias, accumulate=1, **fields)
         self._norm(residual, normed, tensors["model.norm.weight"], per_sample=1)

@@ -114,14 +114,20 @@ static int32_t holds(const pt_model *m, int32_t index, int64_t width, int32_t dt
     return m->buffers[index].width >= width && (dtype < 0 || m->buffers[index].dtype == dtype);
 }
 
-static int32_t op_fits(const pt_model *m, const pt_op *op) {
+/* Whether the level gates GEMMs of the dtype. */
+static int32_t gates(const pt_kernels *kernels, int32_t dtype) {
+    return (dtype == PT_BF16 ? kernels->pack_gated_bf16 : kernels->pack_gated_f32) != NULL;
+}
+
+static int32_t op_fits(const pt_kernels *kernels, const pt_model *m, const pt_op *op) {
     const int64_t q = (int64_t)m->num_heads * m->head_dim, qkv = q + 2 * (int64_t)m->num_kv_heads * m->head_dim;
     switch (op->kind) {
     case PT_OP_EMBED: return holds(m, op->out, op->n, PT_F32);
     case PT_OP_NORM: return holds(m, op->in, op->n, PT_F32) && holds(m, op->out, op->n, -1);
     case PT_OP_GEMM: /* rows are read in pairs of values */
         return holds(m, op->in, op->k + (m->dtype == PT_BF16 ? op->k % 2 : 0), m->dtype) &&
-               holds(m, op->out, op->n, op->accumulate ? PT_F32 : -1);
+               holds(m, op->out, op->n, op->accumulate ? PT_F32 : -1) &&
+               (!op->gated || (gates(kernels, m->dtype) && !op->accumulate));
     case PT_OP_HEAD_NORM:
     case PT_OP_ROPE_KV: return holds(m, op->out, qkv, PT_F32);
     case PT_OP_ATTENTION: return holds(m, op->in, qkv, PT_F32) && holds(m, op->out, q, m->dtype);
@@ -131,7 +137,7 @@ static int32_t op_fits(const pt_model *m, const pt_op *op) {
     }
 }
 
-static int32_t check_ops(const pt_model *m, const pt_batch *b) {
+static int32_t check_ops(const pt_kernels *kernels, const pt_model *m, const pt_batch *b) {
     for (int32_t i = 0; i < m->num_ops; i++) {
         const pt_op *op = &m->ops[i];
         const int64_t rows = op->per_sample ? b->num_samples : b->num_tokens;
@@ -140,7 +146,7 @@ static int32_t check_ops(const pt_model *m, const pt_batch *b) {
         if (op->in < 0 && op->kind != PT_OP_EMBED) return PT_ERR_OP;
         if (m->buffers[op->out].max_rows < rows) return PT_ERR_SHAPE;
         if (op->in >= 0 && m->buffers[op->in].max_rows < (op->kind == PT_OP_GATHER ? b->num_tokens : rows)) return PT_ERR_SHAPE;
-        if (!op_fits(m, op)) return PT_ERR_OP;
+        if (!op_fits(kernels, m, op)) return PT_ERR_OP;
     }
     return 0;
 }
@@ -259,11 +265,16 @@ static void by_rows(run *r, pt_task_fn fn, int64_t rows) {
 
 #define GEMM_TASK_ROWS 96
 
+/* Of a gated GEMM half of a panel's columns are gates, one for each value of a row of `out`. */
+static int64_t num_panels(const run *r) {
+    return pt_ceil(r->gemm.n, r->gemm.gated ? r->kernels->panel / 2 : r->kernels->panel);
+}
+
 static void run_gemm_task(void *arg, int64_t task, int32_t worker) {
     (void)worker;
     const run *r = arg;
     const int64_t row_tasks = pt_ceil(r->gemm.m, r->rows_per_task);
-    const int64_t panels = pt_ceil(r->gemm.n, r->kernels->panel);
+    const int64_t panels = num_panels(r);
     const int64_t first_panel = task / row_tasks * r->panels_per_task, row = task % row_tasks * r->rows_per_task;
     void (*gemm)(const pt_gemm *, int64_t, int64_t, int64_t, int64_t) =
         r->model->dtype == PT_BF16 ? r->kernels->gemm_bf16 : r->kernels->gemm_f32;
@@ -276,8 +287,8 @@ static void run_gemm(run *r, int64_t rows) {
     const pt_model *m = r->model;
     r->gemm = (pt_gemm){.a = row_at(r, op->in, 0), .lda = m->buffers[op->in].width, .w = op->weight, .bias = op->bias,
                         .out = row_at(r, op->out, 0), .ldo = m->buffers[op->out].width, .m = rows, .n = op->n,
-                        .k = op->k, .accumulate = op->accumulate, .out_bf16 = is_bf16(r, op->out)};
-    const int64_t panels = pt_ceil(op->n, r->kernels->panel), workers = pt_num_workers(r->threads);
+                        .k = op->k, .accumulate = op->accumulate, .out_bf16 = is_bf16(r, op->out), .gated = op->gated};
+    const int64_t panels = num_panels(r), workers = pt_num_workers(r->threads);
     r->rows_per_task = pt_min(rows, GEMM_TASK_ROWS);
     const int64_t row_tasks = pt_ceil(rows, r->rows_per_task);
     /* Even counts, for the kernels that take two or four panels; some eight tasks a worker, to even out the ends. */
@@ -342,7 +353,7 @@ int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_th
     run r = {.kernels = pt_kernels_of(isa), .model = model, .batch = batch, .threads = threads};
     if (r.kernels == NULL) return PT_ERR_ISA;
     int32_t error = check_batch(model, batch);
-    if (!error) error = check_ops(model, batch);
+    if (!error) error = check_ops(r.kernels, model, batch);
     if (error) return error;
     pt_bind_caller(threads);
     lay_out(model, pt_num_workers(threads), scratch, &r);
@@ -380,4 +391,16 @@ void pt_pack(int32_t isa, int32_t dtype, const void *src, int64_t n, int64_t k, 
     const pt_kernels *kernels = pt_kernels_of(isa);
     if (kernels == NULL) return;
     (dtype == PT_BF16 ? kernels->pack_bf16 : kernels->pack_f32)(src, n, k, dst);
+}
+
+size_t pt_packed_gated_bytes(int32_t isa, int32_t dtype, int64_t n, int64_t k) {
+    const pt_kernels *kernels = pt_kernels_of(isa);
+    if (kernels == NULL || n < 1 || !gates(kernels, dtype)) return 0;
+    return pt_packed_bytes(isa, dtype, pt_ceil(n, kernels->panel / 2) * kernels->panel, k);
+}
+
+void pt_pack_gated(int32_t isa, int32_t dtype, const void *gate, const void *up, int64_t n, int64_t k, void *dst) {
+    const pt_kernels *kernels = pt_kernels_of(isa);
+    if (kernels == NULL || !gates(kernels, dtype)) return;
+    (dtype == PT_BF16 ? kernels->pack_gated_bf16 : kernels->pack_gated_f32)(gate, up, n, k, dst);
 }

@@ -39,7 +39,8 @@ int32_t pt_num_workers(const pt_threads *threads);
 /* Binds the calling thread to the first CPU of the list that the threads were made with, if there was one. */
 void pt_bind_caller(const pt_threads *threads);
 
-/* A GEMM: out (m, n) fp32 or bf16 = a (m, k) x packed w (n, k)^T, then + bias, then + old out if accumulate. */
+/* A GEMM: out (m, n) fp32 or bf16 = a (m, k) x packed w (n, k)^T, then + bias, then + old out if accumulate. Gated: w and
+ * bias are two of those, and out is silu of the first product times the second. */
 typedef struct {
     const void *a;
     int64_t lda; /* in values */
@@ -48,7 +49,7 @@ typedef struct {
     void *out;
     int64_t ldo;
     int64_t m, n, k;
-    int32_t accumulate, out_bf16;
+    int32_t accumulate, out_bf16, gated;
     const char *ahead; /* memory to ask for meanwhile, a cache line for each k or pair of k; NULL: the next panel */
 } pt_gemm;
 
@@ -77,6 +78,9 @@ typedef struct {
     void (*gemm_bf16)(const pt_gemm *g, int64_t first_panel, int64_t num_panels, int64_t row, int64_t rows);
     void (*pack_f32)(const void *src, int64_t n, int64_t k, void *dst);
     void (*pack_bf16)(const void *src, int64_t n, int64_t k, void *dst);
+    /* NULL where the GEMM is never gated. */
+    void (*pack_gated_f32)(const void *gate, const void *up, int64_t n, int64_t k, void *dst);
+    void (*pack_gated_bf16)(const void *gate, const void *up, int64_t n, int64_t k, void *dst);
     void (*rms_norm)(const float *in, const float *weight, float eps, int64_t n, void *out, int32_t out_bf16);
     void (*silu_mul)(const float *gate_up, int64_t n, void *out, int32_t out_bf16);
     void (*to_f32)(const void *in, int64_t n, float *out);     /* from bf16 */

@@ -40,6 +40,7 @@ static void make_table(void) {
     table.k_multiple = K_TILE;
     table.gemm_bf16 = NAME(gemm_bf16);
     table.pack_bf16 = NAME(pack_bf16);
+    table.pack_gated_bf16 = NULL; /* tiles hold one weight's columns */
     table.attention_bf16 = NAME(bf16_attention);
     table.merge_bf16 = NAME(bf16_attention_merge);
 }

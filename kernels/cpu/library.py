@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 NUM_COUNTERS = 10
 
 
@@ -50,6 +50,8 @@ class Op(c.Structure):
         ("k", c.c_int32),
         ("accumulate", c.c_int32),
         ("per_sample", c.c_int32),
+        ("gated", c.c_int32),
+        ("reserved", c.c_int32),
         ("weight", c.c_void_p),
         ("bias", c.c_void_p),
     ]
@@ -150,6 +152,15 @@ class Library:
         self._pack = _function(
             library, "pt_pack", None, c.c_int32, c.c_int32, c.c_void_p, c.c_int64, c.c_int64, c.c_void_p
         )
+        self._packed_gated_bytes = _function(
+            library, "pt_packed_gated_bytes", c.c_size_t, c.c_int32, c.c_int32, c.c_int64, c.c_int64
+        )
+        self._pack_gated = _function(
+            library,
+            "pt_pack_gated",
+            None,
+            *(c.c_int32, c.c_int32, c.c_void_p, c.c_void_p, c.c_int64, c.c_int64, c.c_void_p),
+        )
         self._scratch_bytes = _function(library, "pt_scratch_bytes", c.c_size_t, c.POINTER(Model), c.c_void_p)
         self.step = _function(
             library,
@@ -204,6 +215,16 @@ class Library:
         packed = aligned_bytes(int(self._packed_bytes(int(isa), int(dtype), n, k)))
         source = np.ascontiguousarray(weight)
         self._pack(int(isa), int(dtype), source.ctypes.data, n, k, packed.ctypes.data)
+        return packed
+
+    def pack_gated(self, isa: Isa, gate: np.ndarray, up: np.ndarray, dtype: Dtype) -> np.ndarray | None:
+        """Two weights (n, k) for a gated GEMM, as `pack` one; None: the level has no such GEMM of the dtype."""
+        n, k = gate.shape
+        num_bytes = int(self._packed_gated_bytes(int(isa), int(dtype), n, k))
+        if not num_bytes:
+            return None
+        packed, first, second = aligned_bytes(num_bytes), np.ascontiguousarray(gate), np.ascontiguousarray(up)
+        self._pack_gated(int(isa), int(dtype), first.ctypes.data, second.ctypes.data, n, k, packed.ctypes.data)
         return packed
 
     def scratch_bytes(self, model: Model, threads: int) -> int:

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 5
+#define PT_ABI_VERSION 6
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -23,7 +23,8 @@ enum pt_isa { PT_ISA_NONE = 0, PT_ISA_AVX2 = 1, PT_ISA_AVX512 = 2, PT_ISA_AVX512
 enum pt_op_kind {
     PT_OP_EMBED = 0,     /* x[t] = table[token[t]]                          weight: (vocab, width) */
     PT_OP_NORM = 1,      /* out = rms_norm(in) * weight                     rows: tokens or samples */
-    PT_OP_GEMM = 2,      /* out = in W^T (+ bias) (+ out, if accumulate)    weight: packed by pt_pack_* */
+    PT_OP_GEMM = 2,      /* out = in W^T (+ bias) (+ out, if accumulate)    weight: packed by pt_pack; gated: silu(in W^T
+                            + bias) * (in V^T + bias behind the first one)  weight: packed by pt_pack_gated */
     PT_OP_HEAD_NORM = 3, /* rms_norm of each q and k head of qkv, in place  weight: q norm, bias: k norm */
     PT_OP_ROPE_KV = 4,   /* rotate q and k of qkv in place; write k, v to the pool's layer */
     PT_OP_ATTENTION = 5, /* out = softmax(q K^T) V over each row's context in the pool's layer */
@@ -39,6 +40,8 @@ typedef struct {
     int32_t n, k;       /* gemm: out and in width; others: n is the width of a row */
     int32_t accumulate; /* gemm: add to out instead of overwriting it */
     int32_t per_sample; /* rows are the batch's samples, not its tokens */
+    int32_t gated;      /* gemm: see above */
+    int32_t reserved;
     const void *weight;
     const void *bias;
 } pt_op;
@@ -94,6 +97,10 @@ PT_API void pt_threads_destroy(pt_threads *threads);
 /* Bytes of a packed (n, k) weight, and the packing itself. src: (n, k) row-major of `dtype`. */
 PT_API size_t pt_packed_bytes(int32_t isa, int32_t dtype, int64_t n, int64_t k);
 PT_API void pt_pack(int32_t isa, int32_t dtype, const void *src, int64_t n, int64_t k, void *dst);
+
+/* The same of two (n, k) weights for a gated GEMM; 0 bytes where the level has none for that dtype. */
+PT_API size_t pt_packed_gated_bytes(int32_t isa, int32_t dtype, int64_t n, int64_t k);
+PT_API void pt_pack_gated(int32_t isa, int32_t dtype, const void *gate, const void *up, int64_t n, int64_t k, void *dst);
 
 /* Bytes of scratch that pt_step needs beside the buffers. */
 PT_API size_t pt_scratch_bytes(const pt_model *model, const pt_threads *threads);

@@ -44,8 +44,8 @@ def test_every_request_gets_its_tokens(weights: Weights) -> None:
 def test_weights_of_a_step_are_those_of_its_matrix_products(weights: Weights) -> None:
     with open_rig(weights, SETUP) as rig:
         products = [op for op in rig.model._ops if op.kind == OpKind.GEMM]
-        per_token = sum(op.n * op.k for op in products if not op.per_sample)
-        per_sample = sum(op.n * op.k for op in products if op.per_sample)
+        per_token = sum(op.n * op.k * (1 + op.gated) for op in products if not op.per_sample)
+        per_sample = sum(op.n * op.k * (1 + op.gated) for op in products if op.per_sample)
     assert weights.gemm_weights() == (per_token, per_sample)
     assert weights.gemm_bytes == 4 * (per_token + per_sample)
     assert weights.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4

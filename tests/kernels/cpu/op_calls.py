@@ -64,6 +64,10 @@ def packed(case: Case, weight: Tensor) -> np.ndarray:
     return case.library.pack(case.isa, bits(weight), DTYPES[weight.dtype])
 
 
+def packed_gated(case: Case, gate: Tensor, up: Tensor) -> np.ndarray | None:
+    return case.library.pack_gated(case.isa, bits(gate), bits(up), DTYPES[gate.dtype])
+
+
 def run_op(case: Case, kind: OpKind, in_: Tensor | None, out: Tensor, **fields: Any) -> Tensor:
     """Runs one op of the case from `in_` (rows, width) into a copy of `out` (rows, width), which it returns. fields:
     of Op; weight and bias as arrays. Raises ValueError with the core's own words."""

@@ -16,7 +16,7 @@ import torch
 from pagetier.engine.batch import Batch
 from pagetier.kernels.cpu.copying import StreamingCopier
 from pagetier.kernels.cpu.library import Isa, Library, OpKind
-from tests.kernels.cpu.op_calls import Case, bits, packed, run_op, simple_case
+from tests.kernels.cpu.op_calls import Case, bits, packed, packed_gated, run_op, simple_case
 from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
 from tests.kernels.cpu.tiny_models import SHAPES, Rig, Setting, prompts, random_tensors, rig, tiny_config
 
@@ -49,6 +49,9 @@ def run_ops(core: Library, isa: Isa, dtype: torch.dtype) -> None:
             weight = packed(case, torch.ones(width, width, dtype=dtype))
             a = torch.ones(rows, width + width % 2, dtype=dtype)
             run_op(case, OpKind.GEMM, a, torch.zeros(rows, width), k=width, weight=weight, accumulate=1)
+            gated = packed_gated(case, *torch.ones(2, width, width, dtype=dtype))
+            if gated is not None:
+                run_op(case, OpKind.GEMM, a, torch.zeros(rows, width, dtype=dtype), k=width, weight=gated, gated=1)
     for heads, kv_heads, dim, block_size in ((3, 1, 64, 16), (2, 2, 80, 8), (50, 1, 12, 16), (1, 1, 256, 64)):
         contexts = [(1100, 1), (0, 9), (513, 2)]
         counts = [-(-(first + n) // block_size) for first, n in contexts]

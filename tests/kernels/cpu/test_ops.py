@@ -14,7 +14,7 @@ from torch import Tensor
 from pagetier.kernels import reference
 from pagetier.kernels.cpu.library import Isa, OpKind
 from pagetier.kernels.reference import PagedRows, RopeScaling
-from tests.kernels.cpu.op_calls import Case, bits, packed, run_op, simple_case
+from tests.kernels.cpu.op_calls import Case, bits, packed, packed_gated, run_op, simple_case
 from tests.kernels.cpu.tiny_models import every_dtype, every_level
 
 WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576, 1000)
@@ -90,6 +90,32 @@ def test_gemm(n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa) -> None:
     assert_close(ours, exact + bias + old, torch.float32, atol)
     ours = run_op(case, OpKind.GEMM, padded, fresh.to(torch.bfloat16), k=k, weight=weight, bias=bits(bias))
     assert_close(ours, exact + bias, torch.bfloat16, atol)
+
+
+@every_level
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 16, 29])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 16), (33, 7), (64, 64), (129, 50), (257, 576), (31, 1537)])
+def test_a_gated_gemm_is_both_products_and_their_gate_to_the_bit(
+    n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa
+) -> None:
+    case = simple_case(isa, dtype, rows, num_threads=2)
+    gate, up, bias = random(n, k, seed=1).to(dtype), random(n, k, seed=2).to(dtype), random(2 * n, seed=3)
+    weight = packed_gated(case, gate, up)
+    if weight is None:
+        assert isa == Isa.AVX2 or (isa == Isa.AMX and dtype == torch.bfloat16)
+        return
+    a = torch.zeros(rows, k + k % 2, dtype=dtype)
+    a[:, :k] = random(rows, k).to(dtype)
+    both = packed(case, torch.cat([gate, up]))
+    for biased in ({}, {"bias": bits(bias)}):
+        products = run_op(case, OpKind.GEMM, a, torch.full((rows, 2 * n), torch.nan), k=k, weight=both, **biased)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            fresh = torch.full((rows, n + 3), torch.nan, dtype=out_dtype)
+            apart = run_op(case, OpKind.SILU_MUL, products, fresh, n=n)
+            at_once = run_op(case, OpKind.GEMM, a, fresh, n=n, k=k, weight=weight, gated=1, **biased)
+            assert torch.equal(at_once[:, :n], apart[:, :n])
+            assert at_once[:, n:].isnan().all()
 
 
 @every_level

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagetier.engine.batch import Batch
 from pagetier.kernels.cpu.library import Isa, OpKind
-from tests.kernels.cpu.op_calls import Case, run_op
+from tests.kernels.cpu.op_calls import Case, packed_gated, run_op, simple_case
 from tests.kernels.cpu.tiny_models import (
     Rig,
     Setting,
@@ -188,6 +188,8 @@ F32, BF16 = torch.float32, torch.bfloat16
         (OpKind.GEMM, BF16, (5, BF16), (4, F32), {"k": 5}),  # an odd width is read as pairs
         (OpKind.GEMM, BF16, (4, F32), (4, F32), {"k": 4}),
         (OpKind.GEMM, F32, (4, F32), (4, BF16), {"k": 4, "accumulate": 1}),
+        (OpKind.GEMM, F32, (4, F32), (4, F32), {"k": 4, "gated": 1, "accumulate": 1}),
+        (OpKind.GEMM, F32, (4, F32), (4, F32), {"k": 4, "gated": 1, "n": 5}),
         (OpKind.HEAD_NORM, F32, (11, F32), (11, F32), {"n": 4}),
         (OpKind.ROPE_KV, BF16, (12, BF16), (12, BF16), {"n": 4}),
         (OpKind.ATTENTION, F32, (11, F32), (4, F32), {}),
@@ -207,6 +209,18 @@ def test_ops_that_do_not_fit_their_buffers_are_refused(
     source = None if in_ is None else torch.zeros(2, in_[0], dtype=in_[1])
     with pytest.raises(ValueError, match="an op that is unknown or does not fit its buffers"):
         run_op(case, kind, source, torch.zeros(2, out[0], dtype=out[1]), weight=np.zeros(2048, np.float32), **fields)
+
+
+@every_level
+@every_dtype
+def test_a_gated_gemm_is_refused_where_the_level_has_none(dtype: torch.dtype, isa: Isa) -> None:
+    case = simple_case(isa, dtype, 2)
+    weight = np.zeros(2048, np.float32)
+    if packed_gated(case, *torch.zeros(2, 4, 4, dtype=dtype)) is not None:
+        run_op(case, OpKind.GEMM, torch.zeros(2, 4, dtype=dtype), torch.zeros(2, 4), k=4, gated=1, weight=weight)
+        return
+    with pytest.raises(ValueError, match="does not fit"):
+        run_op(case, OpKind.GEMM, torch.zeros(2, 4, dtype=dtype), torch.zeros(2, 4), k=4, gated=1, weight=weight)
 
 
 @every_level
