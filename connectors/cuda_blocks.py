@@ -15,7 +15,7 @@ from pagetier.kvstore.errors import CapacityError
 if TYPE_CHECKING:
     import torch
 
-WINDOW_BYTES = 256 << 20  # DESIGN.md, section 6
+WINDOW_BYTES = 256 << 20
 
 
 class CudaStaging:

@@ -1,7 +1,7 @@
 """The flags that `pagetier serve` has to itself: one dataclass, what is not built yet, and the plain fields for the
 engine process.
 
-Loads neither torch nor the server. The names are CLI.md's; their meaning is that of `ServeConfig` and `StoreConfig`.
+Loads neither torch nor the server. Their meaning is that of `ServeConfig` and `StoreConfig`.
 """
 
 from __future__ import annotations

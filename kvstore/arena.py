@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pagetier.kvstore.errors import CapacityError, ClosedError
 
-SLAB_BYTES = 32 << 20  # DESIGN.md, section 6; holds 91 blocks of a 135M model
+SLAB_BYTES = 32 << 20  # holds 91 blocks of a 135M model
 PAGE_BYTES = mmap.PAGESIZE
 POISON = 0xEE
 

@@ -54,7 +54,7 @@ def format_size(nbytes: int) -> str:
 
 
 def default_redis_url(environ: Mapping[str, str] = os.environ) -> str:
-    """`REDIS_URL`, else `embedded` (CLI.md, `--kv-redis-url`)."""
+    """Of `--kv-redis-url`: `REDIS_URL`, else `embedded`."""
     return environ.get("REDIS_URL") or EMBEDDED
 
 
@@ -128,7 +128,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name (CLI.md), but for `copier`.
+    """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name, but for `copier`.
 
     tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
     host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.

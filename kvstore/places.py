@@ -1,6 +1,6 @@
 """Where Pagetier keeps files: the cache folder, its sub-folders, and the one limit on Unix socket paths.
 
-Owns the environment variables that choose the folder (CLI.md, "Places"); does not know what is put there.
+Owns the environment variables that choose the folder; does not know what is put there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights fingerprint: what the KV cache's identity knows about a checkpoint's values, and a cache of it by file.
 
 SHA-256 over the sorted (name, dtype, shape, xxh3-128 of the whole tensor) of the tensors as stored. Sampled bytes would
-miss a merged layer (DESIGN.md section 4).
+miss a merged layer.
 """
 
 from __future__ import annotations

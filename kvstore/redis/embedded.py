@@ -1,4 +1,4 @@
-"""Joining the embedded Valkey of a folder: one server for all who join, started by the first (CLI.md, `embedded`).
+"""Joining the embedded Valkey of a folder: one server for all who join, started by the first.
 
 A user takes `users.lock` first, then starts a supervisor under `start.lock` when none runs. While joined, a thread
 looks once a second whether the supervisor is still there and starts another when it died. Knows nothing of records.

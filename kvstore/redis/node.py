@@ -95,7 +95,7 @@ class Node:
     ) -> tuple[int, ErrorReply | None]:
         """Leading addresses that are there, and an error reply among the answers. One round trip.
 
-        EXISTS, because unlike STRLEN it does not renew what it finds (TRAPS 28). Raises one of FAULTS.
+        EXISTS, because unlike STRLEN it does not renew what it finds. Raises one of FAULTS.
         """
         num_leading, error = 0, None
         try:

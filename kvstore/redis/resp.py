@@ -1,7 +1,7 @@
 """RESP2 over one stream: commands out without copying payloads, bulk replies received straight into place.
 
 Owns one connected stream and the order of replies on it. Knows no records, no topology and no retries. redis-py's own
-pipeline moves 0.43 GB/s of 360 KiB values, this one what the server can send (DESIGN.md, section 13).
+pipeline moves 0.43 GB/s of 360 KiB values, this one what the server can send.
 
 A connection is either in step with its server or closed: whatever goes wrong (deadline, lost peer, broken protocol)
 closes it before the exception leaves, so that a late reply can never be read as the answer to a later command.

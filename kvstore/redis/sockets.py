@@ -133,7 +133,7 @@ class PlainStream:
         timeval = struct.pack("ll", seconds, max(int((timeout_s - seconds) * 1e6), 1))
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            # One call per value: the kernel waits for the rest, the GIL is taken once (DESIGN.md, section 11)
+            # One call per value: the kernel waits for the rest, the GIL is taken once
             return self._sock.recv_into(destination, 0, socket.MSG_WAITALL if whole else 0)
         except BlockingIOError as error:
             raise TimeoutError("no answer in time") from error

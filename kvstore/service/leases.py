@@ -15,7 +15,7 @@ from pagetier.kvstore.arena import PAGE_BYTES, Arena, Slot
 from pagetier.kvstore.errors import CapacityError
 from pagetier.kvstore.host import HostTier, Loan
 
-WINDOW_BYTES = 256 << 20  # DESIGN.md, section 6
+WINDOW_BYTES = 256 << 20
 SESSION_SHARE = 4  # a session may have one part in so many of the window
 WINDOW_ARENA, HOST_ARENA = 0, 1
 MAX_ENDED_JOBS = 1024  # remembered, of each session

@@ -123,7 +123,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
     same = [f.name for f in fields(own) if getattr(config, f.name) == getattr(own, f.name)]
     assert same == ["pipeline_depth", "seed"], "neither is the engine's flag"
     same = [f.name for f in fields(store) if getattr(config.store, f.name) == getattr(store, f.name)]
-    assert same == ["poison", "pins_path", "store_url", "limits"], "--paranoid sets the first, no flag the others"
+    assert same == ["poison", "pins_path", "store_url", "copier", "limits"], "--paranoid sets the first"
     assert config.store.tiers == ("redis", "nvme") and config.store.load_budget_s == 0.05
     assert config.store.mac_key_file == tmp_path / "key"
 

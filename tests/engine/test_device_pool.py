@@ -69,7 +69,7 @@ def test_a_pool_that_cannot_be_mapped_says_its_size() -> None:
 def test_the_group_counts_every_layer_and_plane() -> None:
     config = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e5), 8192, True)
     group = kv_group(config, "bfloat16")
-    assert group.nbytes_per_token == 23_040  # DESIGN section 5
+    assert group.nbytes_per_token == 23_040
     assert group.layers == tuple(range(30))
     assert [plane.name for plane in group.planes] == ["k", "v"]
     shape = PoolShape.of(config, 1, 16)

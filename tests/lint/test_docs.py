@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from pagetier.cli import app
-from tests.lint.source_tree import ROOT, relative
+from tests.lint.source_tree import ROOT, product_files, relative, suite_files
 
 TEXTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "proto").glob("*.md")))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -72,6 +72,20 @@ def test_relative_links_lead_somewhere(text: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(text.read_text(encoding="utf-8"))]
     dead = [link for link in links if link and "://" not in link and not (text.parent / link).exists()]
     assert not dead, f"{relative(text)} links to {dead}"
+
+
+def test_texts_that_the_sources_name_exist() -> None:
+    """A reader of a docstring or a comment can open the document that it sends him to."""
+    there = {name for text in TEXTS for name in (text.name, relative(text))}
+    named = re.compile(r"(?<![\w/.-])[\w-]+(?:/[\w-]+)*\.md\b")  # but no part of a URL
+    dead = [
+        f"{relative(source)}: {name}"
+        for source in (*product_files(), *suite_files())
+        if source != Path(__file__)
+        for name in named.findall(source.read_text(encoding="utf-8"))
+        if name not in there
+    ]
+    assert not dead, dead
 
 
 def test_commands_and_flags_exist() -> None:
