@@ -201,6 +201,8 @@ class Events:
             kept = self._outliving(process)
             version = process.version
             self._close(process)
+            if machine.may_be_corrupt("nvme"):  # the last copies to another tier read records, and condemn damaged ones
+                kept &= on_disk(machine)
             again = self._start(version)
             missing = [address for address in kept if not again.holds(address)]
             if missing:
