@@ -20,7 +20,15 @@ def open_remote_store(config: StoreConfig, identity: CacheIdentity, part: Part, 
     if config.store_url is None:
         raise ConfigError("--kv-store-url: no address is given")
     address = parse_address(config.store_url)
-    return RemoteStore(address, identity, part, payload_bytes, load_budget_s=config.load_budget_s, limits=config.limits)
+    return RemoteStore(
+        address,
+        identity,
+        part,
+        payload_bytes,
+        load_budget_s=config.load_budget_s,
+        limits=config.limits,
+        copier=config.copier,
+    )
 
 
 class RemoteConnector(LocalConnector):

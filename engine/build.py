@@ -324,18 +324,18 @@ def _compiled_model(config: ServeConfig, checkpoint: Checkpoint, pool: DevicePoo
 
 
 def _open_store(config: ServeConfig, identity: CacheIdentity, part: Part, payload_bytes: int) -> BlockStore:
-    if config.store.store_url is not None:
-        return open_remote_store(config.store, identity, part, payload_bytes)
-    copier = _copier() if config.store.host_size else None
-    return open_store(replace(config.store, poison=config.paranoid, copier=copier), identity, part, payload_bytes)
+    is_remote = config.store.store_url is not None
+    copier = _copier() if is_remote or config.store.host_size else None
+    store = replace(config.store, poison=config.paranoid, copier=copier)
+    return (open_remote_store if is_remote else open_store)(store, identity, part, payload_bytes)
 
 
 def _copier() -> Copier | None:
-    """The compiled core's, for the host tier."""
+    """The compiled core's, for the host tier or a store service's memory."""
     try:
         return StreamingCopier(Library(library_path(kernels_dir())))
     except (BuildError, OSError) as error:
-        logger.warning("numpy copies the host tier's blocks, at about half the speed: %s", error)
+        logger.warning("numpy copies blocks from and to memory, at about half the speed: %s", error)
         return None
 
 

@@ -152,7 +152,7 @@ class StoreConfig:
     poison: overwrite host slots that are free; set by --paranoid.
     pins_path: the file that says what is pinned; None is `<cache>/pins/pins.msgpack`.
     store_url: a store service (`pagetier store`) to use instead of tiers of one's own; `local` is the default socket.
-    copier: what moves the host tier's bytes; None: numpy.
+    copier: what moves bytes of the host tier or of a store service's memory; None: numpy.
     """
 
     tiers: tuple[str, ...] = ()

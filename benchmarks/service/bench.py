@@ -19,8 +19,12 @@ from pagetier.benchmarks.pairing import measure_pairs, percentile, wait_until_id
 from pagetier.benchmarks.report import Row
 from pagetier.benchmarks.service.program import StoreProcess, store_process
 from pagetier.benchmarks.tiers.blocks import DOMAIN, Blocks, load_rate, put_rate, store_over
+from pagetier.kernels.cpu.build import library_path
+from pagetier.kernels.cpu.copying import StreamingCopier
+from pagetier.kernels.cpu.library import Library
 from pagetier.kvstore.host import HostTier
 from pagetier.kvstore.nvme.tier import NvmeTier
+from pagetier.kvstore.places import kernels_dir
 from pagetier.kvstore.tier import Tier
 
 PAYLOAD_BYTES = 360 << 10  # a block of the default model in bf16
@@ -50,10 +54,13 @@ def load_rows(tier: str, num_pairs: int, say: Say, note: str, total_bytes: int =
     blocks = Blocks.random(PAYLOAD_BYTES, total_bytes)
     folder = Path(tempfile.mkdtemp(prefix="pgt-"))
     try:
-        own_tier: Tier = HostTier(GIB) if tier == "host" else NvmeTier(folder / "nvme", 4 * GIB, DOMAIN, refresh_s=0)
+        copier = StreamingCopier(Library(library_path(kernels_dir())))  # both sides have the one that `serve` has
+        own_tier: Tier = HostTier(GIB, copier=copier)
+        if tier == "nvme":
+            own_tier = NvmeTier(folder / "nvme", 4 * GIB, DOMAIN, refresh_s=0)
         with store_over(own_tier, PAYLOAD_BYTES) as own, store_process(tiers=tier) as service:
             put_rate(own, blocks)
-            shared = service.remote(service.shared_url, PAYLOAD_BYTES)
+            shared = service.remote(service.shared_url, PAYLOAD_BYTES, copier)
             put_bytes_s = put_rate(shared, blocks)
             over_grpc = service.remote(service.grpc_url, PAYLOAD_BYTES)
             load_rate(shared, blocks), load_rate(own, blocks)  # warm: both sides' memory is mapped

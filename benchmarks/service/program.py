@@ -16,6 +16,7 @@ from typing import cast
 
 from pagetier.benchmarks.tiers.blocks import NEVER_S, PART
 from pagetier.kvstore.block import KVGroup, Plane
+from pagetier.kvstore.copier import Copier
 from pagetier.kvstore.errors import PagetierError
 from pagetier.kvstore.identity import CacheIdentity
 from pagetier.kvstore.service.address import parse_address
@@ -51,9 +52,9 @@ class StoreProcess:
     def grpc_url(self) -> str:
         return f"grpc://127.0.0.1:{self.port}?token_file={self.folder}/token"
 
-    def remote(self, url: str, payload_bytes: int) -> TieredStore:
+    def remote(self, url: str, payload_bytes: int, copier: Copier | None = None) -> TieredStore:
         """A store over the service; it has the verbs that benchmarks use."""
-        store = RemoteStore(parse_address(url), IDENTITY, PART, payload_bytes, load_budget_s=NEVER_S)
+        store = RemoteStore(parse_address(url), IDENTITY, PART, payload_bytes, load_budget_s=NEVER_S, copier=copier)
         if not store.is_attached:
             raise PagetierError("the store service was not reached")
         return cast(TieredStore, store)

@@ -23,6 +23,7 @@ from pagetier.kvstore.admin import Admin
 from pagetier.kvstore.block import BlockName, BlockStatus, Part
 from pagetier.kvstore.breaker import Breaker, BreakerState, Outcome
 from pagetier.kvstore.config import StoreLimits
+from pagetier.kvstore.copier import Copier, PlainCopier
 from pagetier.kvstore.errors import ClosedError, ProtocolError
 from pagetier.kvstore.events import EventLog, StoreEvent
 from pagetier.kvstore.identity import CacheIdentity
@@ -77,8 +78,10 @@ class RemoteStore:
         *,
         load_budget_s: float = 1.0,
         limits: StoreLimits | None = None,
+        copier: Copier | None = None,
         start_wait_s: float = START_WAIT_S,
     ) -> None:
+        """copier: what moves blocks between this process's buffers and shared memory; None: numpy."""
         self._address, self._part, self._payload_bytes = address, part, payload_bytes
         self._budget_s, self._limits = load_budget_s, limits or StoreLimits()
         self._breaker = Breaker("store service", "hits end at the device, the rest is recomputed")
@@ -96,7 +99,8 @@ class RemoteStore:
         self._admin: StoreClient | None = None
         self.events = EventLog(on_follow=self._follow_events)  # of the service's tiers, while somebody follows
         self._relaying: asyncio.Task[None] | None = None
-        self._copiers = ThreadPoolExecutor(NUM_COPY_THREADS, "kv-store-copy")
+        self._copier = copier or PlainCopier()
+        self._copy_threads = ThreadPoolExecutor(NUM_COPY_THREADS, "kv-store-copy")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-store-link", daemon=True)
         self._thread.start()
@@ -226,7 +230,7 @@ class RemoteStore:
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
-        self._copiers.shutdown()
+        self._copy_threads.shutdown()
 
     # -- on the loop thread --------------------------------------------------------------------------------------------
 
@@ -297,7 +301,7 @@ class RemoteStore:
         begun_s = time.monotonic()
         floor_s = len(names) * self._payload_bytes / self._limits.floor_bytes_per_s
         timeout_s = max(0.0, self._budget_s - ticket.spent_s) + floor_s
-        load = RemoteLoad(names, destinations, self._copiers)
+        load = RemoteLoad(names, destinations, self._copier, self._copy_threads)
         attached = ticket.attached
         positions = [ticket.positions.get(name.key) for name in names]
         permit = self._breaker.acquire() if attached is not None and None not in positions else None
@@ -340,7 +344,7 @@ class RemoteStore:
         self, job: int, names: tuple[BlockName, ...], sources: tuple[memoryview, ...], domain: bytes
     ) -> None:
         nbytes = len(names) * self._payload_bytes
-        link, put = self._links.get(domain), RemotePut(names, sources, self._copiers)
+        link, put = self._links.get(domain), RemotePut(names, sources, self._copier, self._copy_threads)
         attached = None if link is None else link.attached
         fits = self._put_bytes + nbytes <= self._limits.put_queue_bytes or not self._put_bytes
         if attached is None or link is None or not fits or not self._breaker.would_allow():

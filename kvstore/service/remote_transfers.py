@@ -1,5 +1,5 @@
 """A client's half of the Load and Put streams: bytes between this process's buffers and the service. Loop thread only;
-copies run on threads that it is given.
+copies run on threads that it is given, by a copier that it is given.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ import grpc
 import xxhash
 
 from pagetier.kvstore.block import BlockName, BlockStatus
+from pagetier.kvstore.copier import Copier
 from pagetier.kvstore.errors import ProtocolError
 from pagetier.kvstore.service.leases import WINDOW_ARENA
 from pagetier.kvstore.service.link import Attached
 from pagetier.kvstore.service.messages import status_of, to_chains
-from pagetier.kvstore.service.shared_memory import CHECKSUM_BYTES, SharedMemory, copy_all_out, copy_in
+from pagetier.kvstore.service.shared_memory import CHECKSUM_BYTES, SharedMemory, copy_all_in, copy_all_out
 from pagetier.proto import kvstore_pb2 as pb
 
 PIECE_BYTES = 1 << 20  # of a payload in one message
-COPY_BLOCKS = 16  # of one copier at once: all of them end at about the same time
+COPY_BLOCKS = 16  # of one thread at once: all of them end at about the same time
 Metadata = tuple[tuple[str, str], ...]
 
 
 class RemoteLoad:
     """One load. `damaged`: blocks whose bytes did not arrive as they were stored."""
 
-    def __init__(self, names: Sequence[BlockName], destinations: Sequence[memoryview], copiers: Executor) -> None:
-        self._names, self._destinations, self._copiers = names, destinations, copiers
+    def __init__(
+        self, names: Sequence[BlockName], destinations: Sequence[memoryview], copier: Copier, threads: Executor
+    ) -> None:
+        self._names, self._destinations, self._copier, self._threads = names, destinations, copier, threads
         self._statuses: list[BlockStatus | None] = [None] * len(names)
         self.tiers: list[str | None] = [None] * len(names)
         self.damaged: list[BlockName] = []
@@ -71,7 +74,7 @@ class RemoteLoad:
             copy.result()
 
     def _copies(self, memory: SharedMemory, lent: pb.LentBlocks) -> Iterator[Coroutine[Any, Any, None]]:
-        """Work for the copiers, a few blocks each. Raises ProtocolError."""
+        """Work for the threads, a few blocks each. Raises ProtocolError."""
         indices, leases, offsets = list(lent.index), list(lent.lease), list(lent.offset)
         if not len(indices) == len(leases) == len(offsets) or len(lent.checksums) != CHECKSUM_BYTES * len(indices):
             raise ProtocolError("lent blocks: lists of several lengths")
@@ -99,7 +102,7 @@ class RemoteLoad:
     ) -> None:
         """Blocks in slots: copy, verify, give these leases back."""
         loop = asyncio.get_running_loop()
-        sound = await loop.run_in_executor(self._copiers, copy_all_out, pieces, checksums)
+        sound = await loop.run_in_executor(self._threads, copy_all_out, self._copier, pieces, checksums)
         if leases:
             memory.give_back(leases)
         for index, is_sound in zip(indices, sound, strict=True):
@@ -137,8 +140,10 @@ class RemoteLoad:
 class RemotePut:
     """One put: an offer, then the bytes of what is wanted."""
 
-    def __init__(self, names: Sequence[BlockName], sources: Sequence[memoryview], copiers: Executor) -> None:
-        self._names, self._sources, self._copiers = names, sources, copiers
+    def __init__(
+        self, names: Sequence[BlockName], sources: Sequence[memoryview], copier: Copier, threads: Executor
+    ) -> None:
+        self._names, self._sources, self._copier, self._threads = names, sources, copier, threads
         self._statuses: list[BlockStatus | None] = [None] * len(names)
 
     @property
@@ -184,7 +189,7 @@ class RemotePut:
     async def _fill(self, call: Any, memory: SharedMemory, wanted: Sequence[pb.PutStatus]) -> None:
         views = [(self._sources[block.index], memory.view(block.slot)) for block in wanted]
         loop = asyncio.get_running_loop()
-        filling = loop.run_in_executor(self._copiers, lambda: [copy_in(*view) for view in views])
+        filling = loop.run_in_executor(self._threads, copy_all_in, self._copier, views)
         try:
             checksums = await asyncio.shield(filling)
         except asyncio.CancelledError:

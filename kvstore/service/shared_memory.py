@@ -14,10 +14,9 @@ import socket
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-import xxhash
 from google.protobuf.message import DecodeError
 
+from pagetier.kvstore.copier import Copier, Copy
 from pagetier.kvstore.errors import ProtocolError
 from pagetier.proto import kvstore_pb2 as pb
 
@@ -178,22 +177,18 @@ async def _readable(connection: socket.socket) -> None:
         loop.remove_reader(connection)
 
 
-def copy_all_out(pieces: Sequence[tuple[memoryview, memoryview]], checksums: bytes) -> list[bool]:
-    """Copy slots, each to its destination, and verify the copies; whether each is what was stored. Releases the GIL."""
-    sound = []
-    for i, (source, destination) in enumerate(pieces):
-        if source.nbytes != destination.nbytes:
-            sound.append(False)
-            continue
-        np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
-        wanted = checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]
-        sound.append(xxhash.xxh3_128_digest(destination) == wanted)
+def copy_all_out(copier: Copier, pieces: Sequence[Copy], checksums: bytes) -> list[bool]:
+    """Copy slots, each to its destination; whether each copy is what was stored."""
+    fitting = [i for i, (source, destination) in enumerate(pieces) if source.nbytes == destination.nbytes]
+    sound = [False] * len(pieces)
+    for i, digest in zip(fitting, copier.copy([pieces[i] for i in fitting]), strict=True):
+        sound[i] = digest == checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]
     return sound
 
 
-def copy_in(source: memoryview, destination: memoryview) -> bytes:
-    """Copy a block into a slot; its checksum. Raises ProtocolError when it does not fit."""
-    if source.nbytes != destination.nbytes:
-        raise ProtocolError(f"a slot of {destination.nbytes} bytes for a block of {source.nbytes}")
-    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
-    return xxhash.xxh3_128_digest(source)
+def copy_all_in(copier: Copier, pieces: Sequence[Copy]) -> list[bytes]:
+    """Copy blocks, each into its slot; their checksums. Raises ProtocolError, before any copy, if one does not fit."""
+    for source, destination in pieces:
+        if source.nbytes != destination.nbytes:
+            raise ProtocolError(f"a slot of {destination.nbytes} bytes for a block of {source.nbytes}")
+    return copier.copy(pieces)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import xxhash
 
 from pagetier.kvstore.block import BlockStatus
+from pagetier.kvstore.copier import Copy, PlainCopier
 from pagetier.kvstore.events import EventKind
 from pagetier.kvstore.job import LoadDone, LookupDone, PutDone
-from pagetier.kvstore.service import shared_memory
 from pagetier.kvstore.service.messages import to_chains
 from pagetier.proto import kvstore_pb2 as pb
 from pagetier.proto.kvstore_pb2_grpc import KVStoreStub
@@ -147,21 +148,23 @@ def test_three_models_in_one_store_do_not_mix(shared: Service) -> None:
 
 
 def test_a_block_that_arrives_damaged_is_recomputed_and_taken_out(
-    shared: Service, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    shared: Service, request: pytest.FixtureRequest
 ) -> None:
     names = names_of(8, seeds(request))
-    with Client(shared.address) as client:
+
+    class Damaging(PlainCopier):
+        def copy(self, copies: Sequence[Copy]) -> list[bytes]:
+            digests = super().copy(copies)
+            for i, (source, destination) in enumerate(copies):
+                if is_loading and bytes(source[:64]) == payload(names[5])[:64]:
+                    destination[0] ^= 1
+                    digests[i] = xxhash.xxh3_128_digest(destination)
+            return digests
+
+    is_loading = False
+    with Client(shared.address, copier=Damaging()) as client:
         client.put(names)
-        copy_all_out = shared_memory.copy_all_out
-
-        def damaging(pieces: Sequence[tuple[memoryview, memoryview]], checksums: bytes) -> list[bool]:
-            wanted = [checksums[at : at + 16] for at in range(0, len(checksums), 16)]
-            for i, (source, _) in enumerate(pieces):
-                if bytes(source[:64]) == payload(names[5])[:64]:
-                    wanted[i] = bytes(16)
-            return copy_all_out(pieces, b"".join(wanted))
-
-        monkeypatch.setattr("pagetier.kvstore.service.remote_transfers.copy_all_out", damaging)
+        is_loading = True
         ticket, _ = client.lookup(names)
         done = client.load(ticket, names)
         assert done.statuses == (*[OK] * 5, BlockStatus.CORRUPT, OK, OK)
