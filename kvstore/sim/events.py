@@ -199,10 +199,14 @@ class Events:
         try:
             process.refresh()
             kept = self._outliving(process)
-            version = process.version
+            version, num_condemned = process.version, process.nvme.counters().corrupt
             self._close(process)
-            if machine.may_be_corrupt("nvme"):  # the last copies to another tier read records, and condemn damaged ones
-                kept &= on_disk(machine)
+            # The last copies to another tier read records: those that are not what they claim to be are condemned.
+            num_condemned = process.nvme.counters().corrupt - num_condemned
+            gone = kept - on_disk(machine)
+            if len(gone) > num_condemned:
+                raise Violation(f"{len(gone)} records went with the end of a process, {num_condemned} were condemned")
+            kept -= gone
             again = self._start(version)
             missing = [address for address in kept if not again.holds(address)]
             if missing:
