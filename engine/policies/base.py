@@ -24,7 +24,7 @@ class Policy(Protocol):
 
     def candidates(self) -> Iterator[Request]:
         """Waiting requests, the next to be admitted first; not necessarily all. What is yielded may be removed
-        meanwhile."""
+        or end meanwhile."""
 
     def rank(self, request: Request) -> Rank:
         """Fixed from arrival on and no other request's: the smallest of the running gets blocks and budget first, the

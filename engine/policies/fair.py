@@ -58,7 +58,7 @@ class Fair:
         """Counters count as they are when the next one is asked for, so that an admission shows at once."""
         heads: dict[str, Iterator[Request]] = {tenant: queue.candidates() for tenant, queue in self._queues.items()}
         while heads:
-            tenant = min(heads, key=lambda name: self._served[name])
+            tenant = min(heads, key=lambda name: self._served.get(name, 0.0))  # none: what was yielded was the last
             request = next(heads[tenant], None)
             if request is None:
                 del heads[tenant]

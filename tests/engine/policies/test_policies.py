@@ -65,6 +65,21 @@ def test_a_queue_holds_what_was_pushed_and_not_removed(name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_candidates_may_end_as_they_come(name: str) -> None:
+    """Down to the last one: what has outgrown the pool is ended in its turn."""
+    policy = POLICIES[name](PrefixIndex(4))
+    requests = {request(order, tenant="ab"[order % 2]) for order in range(4)}
+    for one in requests:
+        policy.push(one)
+    ended = set()
+    for one in policy.candidates():
+        policy.remove(one)
+        policy.finish(one)
+        ended.add(one)
+    assert ended == requests and len(policy) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_who_does_not_wait_cannot_be_removed(name: str) -> None:
     policy = POLICIES[name](PrefixIndex(4))
     policy.push(request(1))
