@@ -27,6 +27,7 @@ from pagetier.engine.config import (
     DTYPES,
     MAX_NUM_QUEUED_TOKENS,
     MAX_THREADS,
+    TRANSFER_TIMEOUT_S,
     EngineConfig,
     parse_verify,
 )
@@ -93,6 +94,7 @@ class ServeConfig:
     kv_hash: str = "sha256"
     weights_version: str = ""
     kv_verify: str = "checksum"
+    kv_transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     paranoid: bool = False
     store: StoreConfig = field(default_factory=StoreConfig)
 
@@ -264,6 +266,7 @@ def _engine_config(config: ServeConfig, model: ModelConfig, nbytes_per_token: in
         max_num_queued_tokens=config.max_num_queued_tokens,
         scheduling_policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
+        transfer_timeout_s=config.kv_transfer_timeout_s,
         seed=config.seed,
         paranoid=config.paranoid,
         shadow_one_in=parse_verify(config.kv_verify),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pagetier.kvstore.errors import ConfigError
@@ -14,6 +15,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "lpm", "fair")
 PREEMPTION_MODES = ("recompute", "swap", "hybrid")
 SHADOW_ONE_IN = 1000
 MAX_NUM_QUEUED_TOKENS = 1 << 20
+TRANSFER_TIMEOUT_S = 60.0
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_SIZES_ALLOWED = "a power of two from 1 to 128"
 
@@ -35,6 +37,9 @@ class EngineConfig:
     max_num_queued_reqs: waiting requests beyond which new ones are refused with 503.
     max_num_queued_tokens: prompt tokens that wait for their first output beyond which new requests are refused with
         503; a million is ten prompts of 100,000, and on a small CPU ten minutes of work.
+    transfer_timeout_s: a read or write of a tier that takes longer is not waited for: a load is computed instead, and a
+        request without room beside the blocks that the tier still uses ends with an error; 60, in which the slowest
+        medium worth waiting for (128 MiB/s) loads 7.5 GiB.
     paranoid: run every `check()` after every step (the store's now and then), poison fresh and freed bytes.
     shadow_one_in: of that many loaded blocks one is computed anew and compared; 0: none.
     """
@@ -52,6 +57,7 @@ class EngineConfig:
     max_num_queued_tokens: int = MAX_NUM_QUEUED_TOKENS
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "hybrid"
+    transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     seed: int = 0
     paranoid: bool = False
     shadow_one_in: int = 0
@@ -77,6 +83,8 @@ class EngineConfig:
             if not ok:
                 field = name.lstrip("-").replace("-", "_")
                 raise ConfigError.bad_value(name, getattr(self, field, self.num_blocks), allowed)
+        if not 0 < self.transfer_timeout_s < math.inf:
+            raise ConfigError.bad_value("--kv-transfer-timeout", self.transfer_timeout_s, "more than 0 seconds")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens >= --max-model-len "

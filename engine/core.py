@@ -76,7 +76,8 @@ class EngineCore:
             clock=clock,
         )
         cost = RestoreCost(runner.prefill_s)
-        transfers = Transfers(connector if config.enable_prefix_caching else None, pool, cost, clock)
+        used = connector if config.enable_prefix_caching else None
+        transfers = Transfers(used, pool, cost, clock, config.transfer_timeout_s)
         policy = (make_policy or POLICIES[config.scheduling_policy])(index)
         self.scheduler = Scheduler(
             config, pool, index, transfers, root_of, hash_named(hash_name), policy, clock, make_tables

@@ -11,6 +11,7 @@ from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.sampling_params import SamplingParams
 
 NONE_CACHED: Mapping[str, int] = MappingProxyType({})
+TIERS_HANG = "the KV tiers hang"  # how an error begins that is theirs, and passes when they do
 
 
 @dataclass(frozen=True, slots=True)

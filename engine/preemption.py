@@ -14,6 +14,7 @@ from pagetier.engine.tables import BlockTables
 from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Transfers
 from pagetier.engine.victims import MAX_CANDIDATES, choose_victim
+from pagetier.engine.withheld import Withheld
 
 
 class Preemption:
@@ -33,37 +34,50 @@ class Preemption:
         transfers: Transfers,
         queues: Queues,
         coming_free: ComingFree,
+        withheld: Withheld,
         timelines: Timelines,
         is_held_up: Callable[[Request], bool],
         send_back: Callable[[Request], None],
         end: Callable[[Request], None],
+        fail: Callable[[Request, str], None],
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
         self.recomputed_tokens = self.swapped_out_blocks = self.swapped_in_blocks = 0
         self._config, self._pool, self._tables = config, pool, tables
         self._transfers, self._queues, self._coming_free = transfers, queues, coming_free
-        self._timelines = timelines
-        self._is_held_up, self._send_back, self._end = is_held_up, send_back, end
+        self._withheld, self._timelines = withheld, timelines
+        self._is_held_up, self._send_back, self._end, self._fail = is_held_up, send_back, end, fail
 
     def find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Give a running request blocks for `num_tokens` tokens, those of later ones if need be; False when it has to
         wait, or was itself preempted or ended."""
         while not self._tables.grow(request, num_tokens):
             missing = self._tables.num_missing(request, num_tokens)
-            if not self._make_room(request, missing) or request.state is not RequestState.RUNNING:
+            if self._pool.num_available + self._coming_free.count() >= missing:
+                return False
+            if self._withheld.are_missed(num_tokens, request.block_ids):
+                self._end_without(request, num_tokens)
+                return False
+            if not self._make_room(request, num_tokens) or request.state is not RequestState.RUNNING:
                 return False
         return True
 
-    def _make_room(self, request: Request, num_missing: int) -> bool:
-        """The request found no blocks. Wait if enough are coming free; else preempt one of those behind it, or itself,
-        or end a request that is alone and has outgrown the pool. Whether one was preempted."""
-        if self._pool.num_available + self._coming_free.count() >= num_missing:
-            return False
+    def _end_without(self, request: Request, num_tokens: int) -> None:
+        """No other's blocks would help the request, so nobody is preempted for it; it ends if that has lasted."""
+        complaint = self._withheld.complaint(num_tokens, request.block_ids)
+        if complaint and not request.num_in_flight:
+            self._fail(request, complaint)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """The request found no blocks, and not enough are coming free. Preempt one of those behind it, or itself, or
+        end a request that is alone and has outgrown the pool. Whether one was preempted."""
         running = self._queues.running
         if len(running) > 1:
             self._preempt(self._choose(running[running.index(request) + 1 :] or [request]))
             return True
-        if not (request.num_in_flight or self._queues.loading or self._coming_free.is_pending):
+        has_outgrown = num_tokens > self._pool.num_blocks * self._config.block_size
+        may_wait = self._queues.loading or self._coming_free.is_pending
+        if not request.num_in_flight and (has_outgrown or not may_wait):
             self._end(request)
         return False
 

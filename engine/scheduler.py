@@ -38,6 +38,7 @@ from pagetier.engine.shadow import ShadowChecks
 from pagetier.engine.tables import BlockTables
 from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Loaded, Transfers
+from pagetier.engine.withheld import Withheld
 from pagetier.kvstore.keys import Hash
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ _row_of: Callable[[tuple[Request, int, int, int, int, int, int]], PlannedRow] = 
 _output_of: Callable[[tuple[Any, ...]], TokenOutput] = partial(tuple.__new__, TokenOutput)
 
 MAX_FOLLOWING = 1024  # followers passed over in a step; a look at one takes 0.2 us
+MAX_PASSED = 8  # who find no room because of what tiers keep, in a step; a look at one is a walk over those blocks
 MAX_MATCHED = 32  # new followers in a step: to match the first 10,000 tokens of a prompt takes 0.1 ms
 
 
@@ -77,6 +79,7 @@ class Scheduler:
         self.lookups = Lookups(config, transfers)
         self.leaders = Leaders(config.block_size, policy.rank)
         self.forks = Forks(config.block_size)
+        self.withheld = Withheld(config, pool, index, transfers)
         self.preemption = Preemption(
             config,
             pool,
@@ -84,10 +87,12 @@ class Scheduler:
             transfers,
             self.queues,
             ComingFree(pool, transfers, self.launched),
+            self.withheld,
             self.timelines,
             is_held_up=self._is_held_up,
             send_back=self._send_back,
             end=self._end_for_lack_of_room,
+            fail=self._fail,
         )
         self.shadow = ShadowChecks(config, self.tables.allocate, transfers.quarantine, self._take_loaded)
         self._root_of = root_of
@@ -183,7 +188,8 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan) -> bool:
         """Rows for running requests in order; whether all of them found their blocks, so that more may be admitted.
 
-        Behind one that waits for blocks only those go on that need none: the next to come free are not theirs.
+        Behind one that waits for blocks only those go on that need none: the next to come free are not theirs. But who
+        misses blocks that a tier keeps holds up nobody.
         """
         budget, is_blocked = self._budget(plan), False
         num_later, block_size = len(self.queues.running), self.config.block_size
@@ -199,7 +205,7 @@ class Scheduler:
                 if is_blocked:
                     continue
                 if not self.preemption.find_blocks(request, end):
-                    is_blocked = True
+                    is_blocked = not self.withheld.are_missed(end, request.block_ids)
                     continue
             self._add_row(plan, request, num_new)
             budget -= num_new
@@ -231,6 +237,11 @@ class Scheduler:
         )
         self._finish(request, "length")
         self._ended.append(request.output((), ()))
+
+    def _fail(self, request: Request, reason: str) -> None:
+        logger.warning("request %s ends after %d tokens: %s", request.request_id, request.num_tokens, reason)
+        self._finish(request, "error")
+        self._ended.append(TokenOutput(request.request_id, (), finish_reason="error", error=reason))
 
     def _send_back(self, request: Request) -> None:
         """A running or loading request waits again, with the tokens it has and without KV."""
@@ -275,12 +286,13 @@ class Scheduler:
         request.num_in_flight += 1
 
     def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting requests in order while budget, seats and blocks last.
+        """Admit waiting requests in order while budget, seats and blocks last, past a few that miss blocks which a tier
+        keeps.
 
         Ends at a few that the lower tiers are yet to be asked about: to match thousands of prompts for that in every
         step would take longer than the step.
         """
-        num_unasked = num_following = num_matched = 0
+        num_unasked = num_following = num_matched = num_passed = 0
         for request in self.queues.waiting.candidates():
             budget = self._budget(plan)
             if budget <= 0 or self.queues.num_seated >= self.config.max_num_seqs:
@@ -300,11 +312,29 @@ class Scheduler:
             if not self.config.enable_chunked_prefill and request.num_tokens > budget:
                 return
             if not self._admit(plan, request):
-                return
+                num_passed += 1
+                if num_passed == MAX_PASSED or not self._is_passed_over(request):
+                    return
+                continue
             num_unasked += request.state is RequestState.WAITING and request.following is None
             num_matched += request.following is not None
             if num_unasked == LOOKAHEAD or num_matched == MAX_MATCHED:
                 return
+
+    def _is_passed_over(self, request: Request) -> bool:
+        """Whether a waiting request that found no room leaves its turn to others, since it misses blocks that a tier
+        keeps. It ends when that has lasted."""
+        own = self._sharable(request)
+        complaint = self.withheld.complaint(request.num_tokens, own)
+        if complaint:
+            self._fail(request, complaint)
+        return bool(complaint) or self.withheld.are_missed(request.num_tokens, own)
+
+    def _sharable(self, request: Request) -> set[int]:
+        """Blocks that a waiting request takes as they are."""
+        blocks = {node.block for node in self.tables.match(request).nodes}
+        fork = self.forks.fork_of(request)
+        return blocks if fork is None else blocks.union(fork.source.block_ids[: fork.num_full])
 
     def _plan_more(self, plan: StepPlan) -> None:
         """Admit those who could only be asked about now, while the step has room and that fills it: tiers that know
@@ -406,8 +436,10 @@ class Scheduler:
         return self.forks.follow(request) or self.leaders.follow(request, num_device)
 
     def _is_held_up(self, request: Request) -> bool:
-        """Whether a waiting request could not be admitted yet, however much room there was."""
+        """Whether a waiting request could not be admitted yet, however much room the running ones made."""
         if request.num_placeholders or self.lookups.is_open(request) or is_following(request):
+            return True
+        if self.withheld.are_missed(request.num_tokens, self._sharable(request)):
             return True
         if self.forks.fork_of(request) is not None:
             return False

@@ -21,6 +21,7 @@ from pagetier.engine.config import (
     PREEMPTION_MODES,
     SCHEDULING_POLICIES,
     SHADOW_ONE_IN,
+    TRANSFER_TIMEOUT_S,
     parse_verify,
 )
 from pagetier.engine.cpu_list import parse_cpus
@@ -50,6 +51,9 @@ KV_EVENTS_HELP = (
 WRITE_POLICY_HELP = (
     "When a tier is given a prompt's blocks: through (the default: once they are computed) or second-touch (when they "
     "are used again), such as nvme=through,redis=second-touch."
+)
+TRANSFER_TIMEOUT_HELP = (
+    "Seconds after which a read or write of a tier is not waited for; who has no room beside its blocks gets 503."
 )
 PREEMPTION_HELP = (
     "How a preempted request gets its KV back: recompute, swap (through the KV tiers) or hybrid (what is cheaper here)."
@@ -192,6 +196,9 @@ class ServeFlags:
     ] = None
     kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Host arena, e.g. 4GiB; 0: none.")] = "0"
     kv_write_policy: Annotated[str, tier_option("--kv-write-policy", text=WRITE_POLICY_HELP)] = ""
+    kv_transfer_timeout: Annotated[float, tier_option("--kv-transfer-timeout", text=TRANSFER_TIMEOUT_HELP, min=0)] = (
+        TRANSFER_TIMEOUT_S
+    )
     kv_verify: Annotated[str, tier_option("--kv-verify", text=KV_VERIFY_HELP)] = "checksum"
 
 
@@ -280,6 +287,7 @@ def engine_fields(flags: ServeFlags, tiers: TierFlags | None = None) -> dict[str
         "kv_hash": flags.kv_hash,
         "weights_version": checked_weights_version(flags.weights_version),
         "kv_verify": flags.kv_verify,
+        "kv_transfer_timeout_s": flags.kv_transfer_timeout,
         "paranoid": flags.paranoid,
         "store": store_fields(flags, tiers or TierFlags()),
     }

@@ -6,12 +6,14 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pagetier.connectors.base import Connector
 from pagetier.engine.block_pool import BlockPool
+from pagetier.engine.config import TRANSFER_TIMEOUT_S
 from pagetier.engine.prefix_index import Node
 from pagetier.engine.request import Request
 from pagetier.engine.restore_cost import RestoreCost
@@ -49,8 +51,8 @@ class _Swap:
 class Transfers:
     """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer.
 
-    cost: is told how long each load and save took. num_harmful: loads that served a request, and took longer than it
-    would have taken to compute what they brought.
+    cost: is told how long each load and save took. timeout_s: a load that has no answer by then is given up.
+    num_harmful: loads that served a request, and took longer than it would have taken to compute what they brought.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Transfers:
         pool: BlockPool,
         cost: RestoreCost | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         self.cost = cost or RestoreCost()
         self._connector = connector
         self._pool = pool
-        self._clock = clock
-        self._started_s: dict[int, float] = {}  # of every load and save under way
+        self._clock, self._timeout_s = clock, timeout_s
+        self._started_s: dict[int, float] = {}  # of every load and save under way, oldest first
+        self._late_s: dict[int, float] = {}  # when loads were answered whose last bytes are yet to land, oldest first
         self._first: dict[int, BlockName] = {}  # of every load under way
         self.num_harmful = 0
         self._lookups: dict[int, Request] = {}
@@ -207,11 +211,22 @@ class Transfers:
                     if answer is not None:
                         loaded.append(answer)
                 case LoadQuiesced():
+                    del self._late_s[done.job]
                     self._pool.release(self._destinations.pop(done.job))
                 case PutDone():
                     self._end_save(done)
         self._pin_swapped()
-        return loaded
+        return loaded + self._give_up()
+
+    def _give_up(self) -> list[Loaded]:
+        """Loads that have no answer for too long: whoever waits for one goes on without it."""
+        given_up = []
+        for job in self._older_than(self._started_s, self._timeout_s):
+            request = self._loads.get(job)
+            if request is not None:
+                self._loads[job] = request.job = None
+                given_up.append(Loaded(request, (), quiesced=False))
+        return given_up
 
     def poll_lookups(self) -> None:
         """Take in the lookups that are answered, and nothing else: the rest waits for `poll`. For the middle of
@@ -238,11 +253,21 @@ class Transfers:
     def passing_blocks(self) -> Iterator[list[int]]:
         """Blocks of saves and of loads that began a moment ago, a list for each. Once a load has been answered, nobody
         knows when its late bytes have come."""
-        oldest_s = self._clock() - PATIENCE_S
-        for job, started_s in self._started_s.items():
-            if started_s < oldest_s:
-                continue
-            yield self._destinations[job] if job in self._destinations else [n.block for n in self._saves[job]]
+        stuck = set(self._older_than(self._started_s, PATIENCE_S))
+        return (self._blocks_of(job) for job in self._started_s if job not in stuck)
+
+    def held_blocks(self, held_s: float) -> set[int]:
+        """Blocks of saves and loads that began longer ago than that, and of loads that were answered longer ago and
+        still write."""
+        jobs = itertools.chain.from_iterable(self._older_than(s, held_s) for s in (self._started_s, self._late_s))
+        return {block for job in jobs for block in self._blocks_of(job)}
+
+    def _older_than(self, since_s: dict[int, float], age_s: float) -> Iterator[int]:
+        begin_s = self._clock() - age_s
+        return (job for job, _ in itertools.takewhile(lambda entry: entry[1] < begin_s, since_s.items()))
+
+    def _blocks_of(self, job: int) -> list[int]:
+        return self._destinations[job] if job in self._destinations else [node.block for node in self._saves[job]]
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request, first = self._loads.pop(done.job), self._first.pop(done.job)
@@ -250,6 +275,8 @@ class Transfers:
         self.cost.observe_load(len(done.statuses), took_s)
         if done.quiesced:
             self._pool.release(self._destinations.pop(done.job))
+        else:
+            self._late_s[done.job] = self._clock()
         if request is None:
             return None
         tiers: list[str] = []
@@ -289,6 +316,7 @@ class Transfers:
         for job, blocks in self._destinations.items():
             for block in blocks:
                 assert self._pool.references(block) > 0, f"job {job} writes to free block {block}"
+        assert self._late_s.keys() == self._destinations.keys() - self._loads.keys(), "loads that still write"
         assert self._num_saving == sum(map(len, self._saves.values())), "blocks in saves"
         for job, nodes in self._saves.items():
             for node in nodes:

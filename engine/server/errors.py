@@ -68,3 +68,8 @@ def shutting_down() -> ApiError:
 
 def engine_dead(reason: str) -> ApiError:
     return ApiError(503, f"the engine died: {reason}; restart the server", code="engine_dead")
+
+
+def tiers_hang(reason: str) -> ApiError:
+    """reason: the engine's line. A tier's breaker tries it again after 30 s at the latest."""
+    return ApiError(503, reason, code="kv_tiers_hang", headers={"Retry-After": "30"})

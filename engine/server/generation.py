@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.detokenizer import IncrementalDetokenizer
-from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.messages import TIERS_HANG, EngineRequest, TokenOutput
 from pagetier.engine.ranking import best_indices, cumulative_logprob
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError, OutputStream
-from pagetier.engine.server.errors import ApiError, engine_dead, shutting_down
+from pagetier.engine.server.errors import ApiError, engine_dead, shutting_down, tiers_hang
 from pagetier.engine.server.preparation import PreparedRequest
 from pagetier.engine.tokenizer import Tokenizer
 
@@ -249,6 +249,8 @@ class Generation:
             return ApiError(500, "the engine aborted the request", code="aborted")
         if output.error == str(shutting_down()):
             return shutting_down()
+        if output.error.startswith(TIERS_HANG):
+            return tiers_hang(output.error)
         return ApiError(500, output.error or "the engine failed", code="engine_error")
 
 

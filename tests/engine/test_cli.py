@@ -97,6 +97,7 @@ def test_every_flag_reaches_the_engine(tmp_path: Path) -> None:
         kv_hash="xxh3-128",
         weights_version="v2",
         kv_verify="shadow:7",
+        kv_transfer_timeout=7.5,
         paranoid=True,
         kv_tier="redis, nvme",
         kv_host_size="1GiB",

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 
 from pagetier.engine.batch import TokenLogprobs
 from pagetier.engine.inspection import Report
-from pagetier.engine.messages import EngineRequest, TokenOutput
+from pagetier.engine.messages import TIERS_HANG, EngineRequest, TokenOutput
 from pagetier.engine.server.engine_process import ServedEngine
 from pagetier.engine.server.wire import Ready
 from pagetier.engine.token_bytes import byte_alphabet
@@ -41,6 +41,7 @@ TEMPLATE = (
 )
 CRASH = "CRASH"  # a prompt that kills the engine
 FAIL = "FAIL"  # a prompt that ends with an error
+HANG = "HANG"  # one for which a hung tier leaves no room
 
 
 def build_tokenizer() -> Tokenizer:
@@ -115,6 +116,8 @@ class DoubleCore:
             raise RuntimeError("the double was told to crash")
         if text == FAIL:
             return TokenOutput(request.request_id, (), finish_reason="error", error="the double was told to fail")
+        if text == HANG:
+            return TokenOutput(request.request_id, (), finish_reason="error", error=f"{TIERS_HANG}: restart")
         token_ids: list[int] = []
         reason, stop_token_id = None, None
         while reason is None and len(token_ids) < self.tokens_per_output:

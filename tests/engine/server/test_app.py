@@ -154,6 +154,16 @@ def test_a_request_that_the_engine_fails_is_an_error_and_the_next_is_served(stac
     assert stack.post("/v1/completions", {"prompt": "ok"})["choices"][0]["text"] == "ok"
 
 
+def test_no_room_beside_what_a_hung_tier_keeps_is_503(stack: Stack) -> None:
+    """The server is well: whoever asks later, or for less, is answered."""
+    answer = stack.http.post("/v1/completions", json={"prompt": "HANG"})
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "kv_tiers_hang")
+    assert error_of(answer)["message"] == "the KV tiers hang: restart" and int(answer.headers["retry-after"]) > 0
+    streamed = stack.http.post("/v1/completions", json={"prompt": "HANG", "stream": True}).text
+    assert "kv_tiers_hang" in streamed and streamed.endswith("data: [DONE]\n\n")
+    assert stack.post("/v1/completions", {"prompt": "ok"})["choices"][0]["text"] == "ok"
+
+
 def test_api_key_guards_the_openai_routes() -> None:
     with running_stack(api_key="secret") as stack:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
