@@ -1,7 +1,8 @@
 """Small lives in which everything may happen at once: choices that fork, swaps, aborts, weights that change in place,
 tiers that go silent and come back, answers that come late, shadow checks, priorities with a gap.
 
-Each is a few requests over a pool of twice, once or half the longest one. All invariants are checked after every step;
+Each is a few requests over a pool of twice, once or half the longest one; in every third they come all at once, and a
+roomy tier takes its time to say that it has saved. All invariants are checked after every step;
 at the end each request has ended, each token is one that the weights of its moment say, and nothing is held or pinned.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,9 @@ from pagetier.engine.identity import roots_of
 from pagetier.engine.messages import TokenOutput
 from pagetier.engine.policies.make import POLICIES
 from pagetier.engine.policies.ranked import Priority
-from pagetier.kvstore.job import Completion, LookupDone
+from pagetier.engine.request import Request
+from pagetier.engine.transfers import Transfers
+from pagetier.kvstore.job import Completion, LookupDone, PutDone
 from pagetier.kvstore.memory import Faults, MemoryTier
 from pagetier.kvstore.store import TieredStore
 from tests.engine.ledger import LedgerBlocks
@@ -35,6 +38,7 @@ from tests.engine.trace import VOCAB_SIZE, TracedRequest, TraceSize, make_trace
 
 NUM_SEEDS = 240
 SIZE = TraceSize(32, (1, 4, 12, 20, 30), 200)
+CROWD = replace(SIZE, num_steps=40)
 
 
 class LateConnector(LocalConnector):
@@ -50,16 +54,44 @@ class LateConnector(LocalConnector):
     def poll(self) -> list[Completion]:
         for done in super().poll():
             job = (True, done.ticket) if isinstance(done, LookupDone) else (False, done.job)
-            due_s = max(self._due_s.get(job, 0.0), self._clock() + self._rng.choice(self._delays_s))
+            due_s = max(self._due_s.get(job, 0.0), self._clock() + self._delay_s(done))
             self._due_s[job] = due_s
             self._held.append((due_s, done))
         ready = [done for due_s, done in self._held if due_s <= self._clock()]
         self._held = [(due_s, done) for due_s, done in self._held if due_s > self._clock()]
         return ready
 
+    def _delay_s(self, done: Completion) -> float:
+        return self._rng.choice(self._delays_s)
+
+
+class LateSaves(LateConnector):
+    """Only saves are late, by up to half of the patience, so that swapping goes on: while those of one request are
+    under way, another's blocks are evicted, and it is asked about, found in the tier and loaded."""
+
+    def __init__(self, store: TieredStore, blocks: LedgerBlocks, clock: Clock, rng: random.Random) -> None:
+        super().__init__(store, blocks, clock, rng)
+        self._delays_s = rng.choice(((0.0, 0.1), (0.0, 0.3), (0.0, 0.0, 0.0, 1.0)))
+
+    def _delay_s(self, done: Completion) -> float:
+        return super()._delay_s(done) if isinstance(done, PutDone) else 0.0
+
+
+class LoadsAmidSwap(Transfers):
+    """Planted bug: a load does not end the swap that its request was in, whose last save ends it instead: the request
+    is looked up again, its load forgotten, and it waits for ever."""
+
+    def load(self, request: Request, first: int, end: int) -> None:
+        swap = self._swaps.get(request)
+        super().load(request, first, end)
+        if swap is not None:
+            self._swaps[request] = swap
+
 
 class MixedLife(Life):
-    """One engine's life; `happened` counts what is to be reached."""
+    """One engine's life; `happened` counts what is to be reached. transfers: what the core has in place of its own."""
+
+    transfers: type[Transfers] = Transfers
 
     def __init__(self, rng: random.Random, config: EngineConfig, tiers: list[MemoryTier], clock: Clock) -> None:
         super().__init__(rng, config, tiers, clock)
@@ -85,6 +117,7 @@ class MixedLife(Life):
             poison=self.blocks.poison,
             clock=self.clock,
         )
+        self.core.scheduler.transfers.__class__ = self.transfers
         self.heard = {t.request.request_id: Heard() for t in trace}
 
     def _connect(self) -> LocalConnector | StagedConnector:
@@ -188,10 +221,24 @@ class MixedLife(Life):
         )
 
 
-def mixed_trace(rng: random.Random) -> list[TracedRequest]:
+class CrowdedLife(MixedLife):
+    """Requests that come at once, so that many are swapped out and wait together; the tier stays well, and little
+    else happens to keep them from their turn."""
+
+    def __init__(self, rng: random.Random, config: EngineConfig, tiers: list[MemoryTier], clock: Clock) -> None:
+        super().__init__(rng, config, tiers, clock)
+        self.step_s, self.disturbance_rate = 0.001, 0.0
+        self.strike_rate = rng.choice((0.0, 0.0, 0.05))
+
+    def _connect(self) -> LocalConnector:
+        store = make_store(self.rng, self.tiers, self.clock, self.blocks.block_nbytes, (1.0,))
+        return LateSaves(store, self.blocks, self.clock, random.Random(self.rng.random()))
+
+
+def mixed_trace(rng: random.Random, size: TraceSize) -> list[TracedRequest]:
     """Requests that end by length only: what they say depends on when the weights change."""
     trace = []
-    for traced in make_trace(rng, rng.randrange(6, 30), rng.choice((0.0, 0.2)), SIZE):
+    for traced in make_trace(rng, rng.randrange(6, 30), rng.choice((0.0, 0.2)), size):
         params = replace(traced.request.params, ignore_eos=True)
         output = (0,) * (params.max_tokens or 0)  # only its length counts
         trace.append(replace(traced, request=replace(traced.request, params=params), output=output))
@@ -202,51 +249,68 @@ def mixed_tiers(rng: random.Random, clock: Clock, block_nbytes: int) -> list[Mem
     """Mostly one or two that are roomy and sound to begin with, so that there is something to lose."""
     if rng.random() < 0.2:
         return random_tiers(SOUND, rng, clock, block_nbytes)
+    chosen = rng.choice(((("nvme", True),), (("redis", False),), (("nvme", True), ("redis", False))))
     return [
-        MemoryTier(
-            block_nbytes * rng.choice((20, 500, 500)),
-            name=name,
-            answers_at_once=at_once,
-            faults=Faults(rng=random.Random(rng.random())),
-            clock=clock,
-            sleep=clock.sleep,
-        )
-        for name, at_once in rng.choice(((("nvme", True),), (("redis", False),), (("nvme", True), ("redis", False))))
+        sound_tier(block_nbytes * rng.choice((20, 500, 500)), name, rng, clock, at_once=at_once)
+        for name, at_once in chosen
     ]
 
 
-def run_mixed(seed: int) -> Counter[str]:
-    """One life; what happened in it."""
-    rng = random.Random(f"mixed-{seed}")
-    trace = mixed_trace(rng)
-    config = tight_config(rng, trace, rng.choice((*SHARES, 1.5, 3.0)))
-    config = replace(
+def sound_tier(capacity_bytes: int, name: str, rng: random.Random, clock: Clock, *, at_once: bool) -> MemoryTier:
+    faults = Faults(rng=random.Random(rng.random()))
+    return MemoryTier(capacity_bytes, name=name, answers_at_once=at_once, faults=faults, clock=clock, sleep=clock.sleep)
+
+
+def mixed_life(rng: random.Random) -> tuple[MixedLife, list[TracedRequest]]:
+    """Anything goes."""
+    trace, clock = mixed_trace(rng, SIZE), Clock()
+    config = mixed_config(rng, trace, (*SHARES, 1.5, 3.0))
+    tiers = mixed_tiers(rng, clock, LedgerBlocks(1, config.block_size).block_nbytes)
+    return MixedLife(rng, config, tiers, clock), trace
+
+
+def crowded_life(rng: random.Random) -> tuple[MixedLife, list[TracedRequest]]:
+    """Whoever is preempted is swapped out, onto a tier that has room for all."""
+    trace, clock = mixed_trace(rng, CROWD), Clock()
+    config = mixed_config(rng, trace, (1.0, 1.5, 2.0))
+    config = replace(config, preemption_mode="swap", enable_prefix_caching=True)
+    capacity_bytes = 500 * LedgerBlocks(1, config.block_size).block_nbytes
+    return CrowdedLife(rng, config, [sound_tier(capacity_bytes, "nvme", rng, clock, at_once=True)], clock), trace
+
+
+def mixed_config(rng: random.Random, trace: list[TracedRequest], shares: Sequence[float]) -> EngineConfig:
+    config = tight_config(rng, trace, rng.choice(shares))
+    return replace(
         config,
         scheduling_policy=rng.choice((*POLICIES, "priority", "priority")),
         preemption_mode=rng.choice((config.preemption_mode, "swap")),
         shadow_one_in=rng.choice((0, 0, 1, 3)) if config.max_num_batched_tokens >= config.block_size else 0,
     )
-    clock = Clock()
-    tiers = mixed_tiers(rng, clock, LedgerBlocks(1, config.block_size).block_nbytes)
-    life = MixedLife(rng, config, tiers, clock)
+
+
+def run_mixed(seed: int, transfers: type[Transfers] = Transfers) -> Counter[str]:
+    """One life; what happened in it."""
+    rng = random.Random(f"mixed-{seed}")
+    life, trace = (crowded_life if seed % 3 == 0 else mixed_life)(rng)
+    life.transfers = transfers
     try:
         life.begin(trace)
         life.play(trace, set(rng.sample(range(300), rng.choice((0, 0, 1, 3)))))
-        for tier in tiers:
+        for tier in life.tiers:
             tier.faults.down = tier.faults.silent = False
         life.verify(trace)
     except AssertionError as error:
-        raise AssertionError(f"seed {seed}, {config}: {error}") from error
+        raise AssertionError(f"seed {seed}, {life.config}: {error}") from error
     finally:
         life.core.close()
     return life.happened
 
 
-def run_mixed_seeds(first_seed: int, num_seeds: int) -> Counter[str]:
+def run_mixed_seeds(first_seed: int, num_seeds: int, transfers: type[Transfers] = Transfers) -> Counter[str]:
     logging.disable(logging.ERROR)  # failures are made on purpose, and each is logged with its traceback
     happened: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + num_seeds):
-        happened += run_mixed(seed)
+        happened += run_mixed(seed, transfers)
     return happened
 
 
@@ -263,3 +327,8 @@ def test_everything_at_once() -> None:
         assert happened[what] > NUM_SEEDS / 20, f"too few {what}: {happened}"
     for what in ("shadow_checks", "struck_by_abort", "changes_amid_swaps", "changes_amid_loads"):
         assert happened[what] > NUM_SEEDS / 100, f"too few {what}: {happened}"
+
+
+def test_a_planted_bug_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"loads, and is to be looked up again"):
+        run_mixed_seeds(0, NUM_SEEDS, LoadsAmidSwap)
