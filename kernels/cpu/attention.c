@@ -27,8 +27,11 @@ static void add_tasks(const pt_model *model, pt_attention_task task, int32_t hea
 
 /* Rows of one new token over a long context are cut into splits, as long as their partial results have room. Tasks are
  * large where there are enough of them for every worker. Neither changes a result. */
-void pt_attention_list(const pt_model *model, const pt_batch *batch, int32_t num_workers, pt_attention_lists *lists) {
-    const int32_t query_tokens = (int32_t)pt_query_tokens(model);
+void pt_attention_list(const pt_model *model, const pt_batch *batch, int32_t num_workers, int64_t max_query_rows,
+                       pt_attention_lists *lists) {
+    const int64_t share_of_rows = (int64_t)batch->num_tokens * model->num_heads / (4 * (int64_t)num_workers);
+    const int64_t query_rows = pt_max(PT_QUERY_ROWS, pt_min(max_query_rows, share_of_rows));
+    const int32_t query_tokens = (int32_t)pt_query_tokens(model, query_rows);
     const int64_t max_partials = PT_PARTIAL_BYTES / (int64_t)pt_partial_bytes(model);
     int64_t num_decode_splits = 0, first_split, partial = 0;
     for (int32_t row = 0; row < batch->num_rows; row++)
@@ -43,10 +46,12 @@ void pt_attention_list(const pt_model *model, const pt_batch *batch, int32_t num
         const int64_t partials = num_splits * model->num_heads;
         pt_attention_task task = {.row = row, .first_token = first, .num_tokens = 1};
         if (!is_decode(batch, row)) {
-            for (; task.first_token < end; task.first_token += query_tokens) {
-                task.num_tokens = (int32_t)pt_min(query_tokens, end - task.first_token);
-                add_tasks(model, task, 1, lists);
-            }
+            task.num_heads = 1; /* a head's K and V stay in the second cache from task to task */
+            for (task.kv_head = 0; task.kv_head < model->num_kv_heads; task.kv_head++)
+                for (task.first_token = first; task.first_token < end; task.first_token += query_tokens) {
+                    task.num_tokens = (int32_t)pt_min(query_tokens, end - task.first_token);
+                    lists->tasks[lists->num_tasks++] = task;
+                }
         } else if (num_splits == 1 || partial + partials > max_partials) {
             add_tasks(model, task, heads, lists);
         } else {

@@ -12,6 +12,7 @@
 #define PT_TILE 64
 #define PT_SPLIT 512
 #define PT_QUERY_ROWS 96                 /* query tokens x grouped heads of one task, unless the group alone is larger */
+#define PT_MAX_QUERY_ROWS 384            /* the same where a level gains by more: K and V are read once for all of them */
 #define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
 
 /* Query tokens [first_token, first_token + num_tokens) of a batch row; kv heads [kv_head, kv_head + num_heads), more than
@@ -30,19 +31,19 @@ typedef struct {
 } pt_softmax;
 
 static inline int64_t pt_group(const pt_model *m) { return m->num_heads / m->num_kv_heads; }
-static inline int64_t pt_query_tokens(const pt_model *m) { return pt_max(1, PT_QUERY_ROWS / pt_group(m)); }
-static inline int64_t pt_query_rows(const pt_model *m) { return pt_query_tokens(m) * pt_group(m); }
+static inline int64_t pt_query_tokens(const pt_model *m, int64_t rows) { return pt_max(1, rows / pt_group(m)); }
+static inline int64_t pt_max_query_rows(const pt_model *m) { return pt_query_tokens(m, PT_MAX_QUERY_ROWS) * pt_group(m); }
 
 /* Where a worker's scratch has what; sizes in bytes, each 64-aligned. */
 typedef struct {
     size_t q, scores, probs, packed, tile, acc, total, stats, totals;
-    size_t q_panels, blocks, pairs, sums, lanes; /* attention_amx.inc */
+    size_t q_panels, blocks, pairs, sums, parts, lanes, keys, values, copies; /* attention_amx.inc */
     size_t end;
 } pt_attention_layout;
 
 static inline pt_attention_layout pt_layout(const pt_model *m) {
     pt_attention_layout l;
-    size_t at = 0, rows = (size_t)pt_max(pt_query_rows(m), m->num_heads), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;
+    size_t at = 0, rows = (size_t)pt_max(pt_max_query_rows(m), m->num_heads), dim = (size_t)pt_ceil(m->head_dim, 64) * 64;
     l.q = pt_take(&at, rows * dim * 4);
     l.scores = pt_take(&at, rows * PT_TILE * 4);
     l.probs = pt_take(&at, rows * PT_TILE * 4);
@@ -52,12 +53,16 @@ static inline pt_attention_layout pt_layout(const pt_model *m) {
     l.total = pt_take(&at, rows * dim * 4);
     l.stats = pt_take(&at, rows * sizeof(pt_softmax));
     l.totals = pt_take(&at, rows * sizeof(pt_softmax));
-    const size_t panels = (size_t)pt_max(pt_ceil(pt_query_rows(m), 32), m->num_kv_heads * pt_ceil(pt_group(m), 32)), padded = (dim + 31) / 32 * 32;
+    const size_t panels = (size_t)pt_max(pt_ceil(pt_max_query_rows(m), 32), m->num_kv_heads * pt_ceil(pt_group(m), 32)), padded = (dim + 31) / 32 * 32;
     l.q_panels = pt_take(&at, panels * 32 * padded * 2);
     l.blocks = pt_take(&at, 2 * PT_TILE * 32 * 4);
     l.pairs = pt_take(&at, 2 * PT_TILE * 32 * 2);
     l.sums = pt_take(&at, panels * 32 * padded * 4);
+    l.parts = pt_take(&at, 2 * 32 * padded * 4);
     l.lanes = pt_take(&at, panels * 32 * 2 * 4);
+    l.keys = pt_take(&at, PT_SPLIT * dim * 2);
+    l.values = pt_take(&at, PT_SPLIT * dim * 2); /* transposed */
+    l.copies = pt_take(&at, PT_TILE * dim * 2);
     l.end = at;
     return l;
 }

@@ -359,7 +359,8 @@ int32_t pt_step(int32_t isa, const pt_model *model, const pt_batch *batch, pt_th
     lay_out(model, pt_num_workers(threads), scratch, &r);
     int64_t start = now_ns();
     run_copies(model, batch);
-    pt_attention_list(model, batch, pt_num_workers(threads), &r.lists);
+    const int64_t query_rows = model->dtype == PT_BF16 ? r.kernels->query_rows_bf16 : PT_QUERY_ROWS;
+    pt_attention_list(model, batch, pt_num_workers(threads), query_rows, &r.lists);
     by_rows(&r, run_rotary, batch->num_tokens);
     for (int32_t i = 0; i < model->num_ops; i++) {
         r.op = &model->ops[i];

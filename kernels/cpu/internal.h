@@ -90,6 +90,7 @@ typedef struct {
     void (*scale)(const float *in, int64_t n, float peak, float temperature, float *out); /* (in - peak) / temperature */
     void (*weigh)(const float *scaled, int64_t n, int64_t *out);
     void (*masses)(const float *in, int64_t n, float peak, float temperature, int64_t *out);
+    int64_t query_rows_bf16; /* that a task of attention over a bf16 pool has at most; see attention.h */
     /* By the pool's dtype; a level without bf16 products widens tiles to fp32. */
     void (*attention_f32)(const pt_attention *args, int64_t task, int32_t worker);
     void (*attention_bf16)(const pt_attention *args, int64_t task, int32_t worker);

@@ -40,7 +40,8 @@ static void make_table(void) {
     table.k_multiple = K_TILE;
     table.gemm_bf16 = NAME(gemm_bf16);
     table.pack_bf16 = NAME(pack_bf16);
-    table.pack_gated_bf16 = NULL; /* tiles hold one weight's columns */
+    table.pack_gated_bf16 = NAME(pack_gated_bf16);
+    table.query_rows_bf16 = PT_MAX_QUERY_ROWS;
     table.attention_bf16 = NAME(bf16_attention);
     table.merge_bf16 = NAME(bf16_attention_merge);
 }
