@@ -1,4 +1,5 @@
-"""`pagetier bench`: finds a benchmark by name, runs it, prints and keeps its rows. Measures nothing itself.
+"""`pagetier bench`: finds a benchmark by name, runs it, or reads what it has kept, prints and keeps its rows. Measures
+nothing itself.
 
 Light to import: a benchmark's own module, and torch with it, load when it is run.
 """
@@ -17,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagetier.benchmarks.past_rows import recorded_report
 from pagetier.benchmarks.plot import draw, require_matplotlib
 from pagetier.benchmarks.report import Report, Row, results_folder, stamped
 from pagetier.kvstore.errors import ConfigError
@@ -159,10 +161,11 @@ class Options:
     num_seeds: int | None = None
     seed: int | None = None
     keep: bool = True
+    recorded: bool = False
 
     def argv(self, name: str) -> list[str]:
         """The arguments that make the same run again."""
-        argv = ["bench", name, "--full" if self.full else "--quick"]
+        argv = ["bench", name, "--recorded" if self.recorded else "--full" if self.full else "--quick"]
         argv += ["--only", self.part] if self.part else []
         argv += ["--seeds", str(self.num_seeds)] if self.num_seeds is not None else []
         argv += ["--seed", str(self.seed)] if self.seed is not None else []
@@ -182,16 +185,28 @@ def bench(
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="`sim`: how many seeds to play.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="`sim`: play this seed again.")] = None,
     keep: Annotated[bool, typer.Option(help="Append the rows below benchmarks/results.")] = True,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Run nothing: of every row kept in benchmarks/results/NAME.csv the newest, with where it comes from. "
+            "For --json and --plot, too. Missed targets are shown and give exit code 0.",
+        ),
+    ] = False,
 ) -> None:
     """Run one benchmark. Exit code 1 when a target is missed; results are appended below benchmarks/results.
 
     Example: pagetier bench tiers --quick
+
+    Example: pagetier bench tiers --recorded --plot docs/plots
     """
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; give one")
     if seeds is not None and seed is not None:
         raise ConfigError("--seeds and --seed exclude each other; give one")
-    options = Options(full, as_json, plot, only, seeds, seed, keep)
+    if recorded and (quick or full or only or seeds is not None or seed is not None):
+        raise ConfigError("--recorded runs nothing: it goes with --json and --plot alone")
+    options = Options(full, as_json, plot, only, seeds, seed, keep, recorded)
     exit_code = execute(name, BENCHES, options, results_folder())
     if exit_code:
         raise typer.Exit(exit_code)
@@ -207,6 +222,10 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = benches[name]
     stderr.print(f"{name}: {chosen.claim}")
+    if options.recorded:
+        report = recorded_report(name, results, " ".join(["pagetier", *options.argv(name)]))
+        show(report, chosen, options, stderr)
+        return 0  # nothing was measured that could have missed a target
     rows: list[Row] = []
     kept: Path | None = None
     for row in _rows(chosen, options, stderr.print):
@@ -215,15 +234,20 @@ def execute(name: str, benches: Mapping[str, Bench], options: Options, results: 
         if options.keep:
             kept = stamped(name, [row], options.argv(name)).append_csv(results)
     report = stamped(name, rows, options.argv(name))
+    if kept is not None:
+        stderr.print(f"appended to {kept}")
+    show(report, chosen, options, stderr)
+    return report.exit_code
+
+
+def show(report: Report, chosen: Bench, options: Options, stderr: Console) -> None:
+    """The rows on stdout, as a table or JSON, and their picture where one was asked for."""
     if options.as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         print_report(report, Console())
-    if kept is not None:
-        stderr.print(f"appended to {kept}")
     if options.plot is not None:
         stderr.print(f"drawn to {chosen.draw(report, options.plot)}")
-    return report.exit_code
 
 
 def _rows(chosen: Bench, options: Options, say: Say) -> Iterable[Row]:

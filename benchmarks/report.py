@@ -14,8 +14,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The rows of one run and where they come from. `date` is UTC, ISO 8601."""
+    """The rows of one run and where they come from. `date` is UTC, ISO 8601. Of rows that several runs have kept,
+    `machines` has the hardware of each, by name."""
 
     bench: str
     commit: str
@@ -99,6 +100,11 @@ class Report:
     hardware: str
     command: str
     rows: tuple[Row, ...]
+    machines: Mapping[str, str] = field(default_factory=dict)
+
+    def machine(self, name: str) -> str:
+        """What the row of that name was measured on."""
+        return self.machines.get(name, self.hardware)
 
     @property
     def exit_code(self) -> int:
@@ -106,7 +112,7 @@ class Report:
         return int(any(row.target is not None and not row.ok for row in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
-        head = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
+        head = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("rows", "machines")}
         return {**head, "rows": [row.to_dict() for row in self.rows]}
 
     def append_csv(self, folder: Path) -> Path:

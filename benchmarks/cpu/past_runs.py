@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagetier.benchmarks.past_rows import Line, lines_of, origin, row_of
 from pagetier.benchmarks.report import Row
 
 MAX_AGE = datetime.timedelta(days=30)
@@ -27,26 +27,19 @@ class PastRuns:
         latest = self._latest()
         return [self._row(row, latest.get(row.name)) for row in missing]
 
-    def _row(self, missing: Row, line: dict[str, str] | None) -> Row:
+    def _row(self, missing: Row, line: Line | None) -> Row:
         if line is None:
             note = (
                 f"peers are measured by --full alone, and no full run on {self.cpu} is younger than {MAX_AGE.days} days"
             )
             return Row(missing.name, None, missing.unit, missing.target, note=note)
-        note = f"of the full run of {line['date'][:10]} at {line['commit']} on {line['hardware']}"
-        if line["note"]:
-            note = f"{note}; {line['note']}"
-        p50, p99 = (float(line[name]) if line[name] else None for name in ("p50", "p99"))
-        return Row(missing.name, float(line["value"]), line["unit"], missing.target, p50, p99, int(line["runs"]), note)
+        return row_of(line, missing.target, f"of the full run of {origin(line)}")
 
-    def _latest(self) -> dict[str, dict[str, str]]:
+    def _latest(self) -> dict[str, Line]:
         """Name -> its youngest usable line: later lines were appended later."""
-        if not self.path.is_file():
-            return {}
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return {line["name"]: line for line in csv.DictReader(file) if self._is_usable(line)}
+        return {line["name"]: line for line in lines_of(self.path) if self._is_usable(line)}
 
-    def _is_usable(self, line: dict[str, str]) -> bool:
+    def _is_usable(self, line: Line) -> bool:
         age = self.now - datetime.datetime.fromisoformat(line["date"])
         same_cpu = line["hardware"].startswith(f"{self.cpu}, ")
         return bool(line["value"]) and same_cpu and "--full" in line["command"].split() and age <= MAX_AGE
