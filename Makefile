@@ -19,7 +19,7 @@ MODEL_READY  := $(VENV)/.ready-model-$(KEY)
 # The dev set contains the engine set.
 SERVE_READY  := $(if $(wildcard $(DEV_READY)),$(DEV_READY),$(ENGINE_READY))
 
-.PHONY: help serve test lint sim wheel-test setup clean
+.PHONY: help serve test lint sim plots wheel-test setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test         set up, then run the tests           ARGS='tests/kvstore -x'"
 	@echo "make lint         ruff check, ruff format --check, mypy --strict"
 	@echo "make sim          simulate the whole store          SEEDS=20000"
+	@echo "make plots        draw docs/plots from the newest rows in benchmarks/results"
 	@echo "make wheel-test   build the wheel and try it in clean environments"
 	@echo "make setup        only what make test sets up"
 	@echo "make clean        remove the virtual environment, caches and build outputs (not the model and KV cache folder)"
@@ -53,6 +54,11 @@ lint: $(DEV_READY)
 
 sim: $(DEV_READY)
 	$(VENV)/bin/pagetier bench sim --seeds $(SEEDS) --no-keep
+
+# Runs no benchmark. One that has kept no rows yet has no picture.
+PLOTTED := $(filter cpu policies preemption restart service tiers,$(notdir $(basename $(wildcard benchmarks/results/*.csv))))
+plots: $(DEV_READY)
+	@for name in $(PLOTTED); do $(VENV)/bin/pagetier bench $$name --recorded --plot docs/plots >/dev/null || exit; done
 
 wheel-test: $(DEV_READY) $(MODEL_READY)
 	.ci/wheel-test $(PY)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagetier.benchmarks.pairing import wait_until_idle
+from pagetier.benchmarks.plot import new_figure, require_matplotlib, save
 from pagetier.benchmarks.report import Report, Row
 from pagetier.benchmarks.rig import Rig, Setup, Weights, open_rig
 from pagetier.benchmarks.workload import Workload, decode
@@ -194,15 +195,12 @@ def part_rows(name: str, clock: Clock, note: str) -> list[Row]:
 
 def draw(report: Report, folder: Path) -> Path:
     """`folder`/profile.png: for each kind of step its share by part, a bar for each thread."""
+    require_matplotlib()
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     values = {row.name: row.value or 0.0 for row in report.rows}
     kinds = [row.name.removesuffix("_step") for row in report.rows if row.name.endswith("_step")]
-    picture = Figure(figsize=(10, 1.5 + 0.8 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(picture)
-    picture.suptitle(f"{report.bench} · {report.commit} · {report.hardware}", fontsize=9)
+    picture = new_figure(report, 1.5 + 0.8 * len(kinds))
     axes = picture.subplots()
     places: list[tuple[str, str, Sequence[str]]] = [
         (kind, thread, parts) for kind in kinds for thread, parts in (("core", CORE_PARTS), ("runner", RUNNER_PARTS))
@@ -223,7 +221,4 @@ def draw(report: Report, folder: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlabel("share of a step's wall time", fontsize=8)
     axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{report.bench}.png"
-    picture.savefig(path, dpi=120)
-    return path
+    return save(picture, report, folder)

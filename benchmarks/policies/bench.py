@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pagetier.benchmarks.plot import LIMIT, SERIES, clear_axes, new_figure, save
 from pagetier.benchmarks.policies.caches import CACHES, Cache
 from pagetier.benchmarks.policies.traces import TRACES, Chain
 from pagetier.benchmarks.report import Report, Row
@@ -66,22 +67,17 @@ class Everything:
 
 def draw(report: Report, folder: Path) -> Path:
     """`folder`/policies.png: a group of bars a trace, beside what there was to be found."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    values = {row.name: row.value or 0.0 for row in report.rows}
-    picture = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(picture)
-    picture.suptitle(f"{report.bench} · {report.commit}", fontsize=9)
+    values = {row.name: row.value for row in report.rows if row.value is not None}
+    picture = new_figure(report, 3.6)
     axes = picture.subplots()
+    clear_axes(axes, "usable prefix tokens, share of those asked for")
     for place, name in enumerate((*CACHES, "all")):
-        at = [group + 0.16 * (place - 2) for group in range(len(TRACES))]
-        shares = [values.get(f"{trace}_{name}", 0.0) for trace in TRACES]
-        axes.bar(at, shares, width=0.15, label=name, color="#bbbbbb" if name == "all" else f"C{place}")
+        known = {at: values[f"{trace}_{name}"] for at, trace in enumerate(TRACES) if f"{trace}_{name}" in values}
+        at = [group + 0.18 * (place - 2) for group in known]
+        label, colour = ("nothing evicted", LIMIT) if name == "all" else (name, SERIES[place])
+        bars = axes.bar(at, list(known.values()), width=0.16, label=label, color=colour)
+        axes.bar_label(bars, [f"{value:.2f}" for value in known.values()], fontsize=6)
     axes.set_xticks(range(len(TRACES)), list(TRACES))
-    axes.set_ylabel("usable prefix tokens, share of those asked for", fontsize=8)
-    axes.legend(fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{report.bench}.png"
-    picture.savefig(path, dpi=120)
-    return path
+    axes.set_xlim(-0.5, len(TRACES) - 0.5)
+    axes.legend(fontsize=8, frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, -0.22))
+    return save(picture, report, folder)

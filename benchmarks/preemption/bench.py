@@ -15,6 +15,7 @@ from pagetier.benchmarks.preemption.batching import batching_rows, real_row
 from pagetier.benchmarks.preemption.choices import choice_rows
 from pagetier.benchmarks.preemption.memory import memory_rows
 from pagetier.benchmarks.preemption.modes import LINKS, link_row, mode_rows
+from pagetier.benchmarks.preemption.picture import draw
 from pagetier.benchmarks.preemption.planning import POLICIES, planning_row, urgent_row
 from pagetier.benchmarks.preemption.pressure import pressure_rows
 from pagetier.benchmarks.preemption.reuse import reuse_rows
@@ -22,6 +23,7 @@ from pagetier.benchmarks.preemption.virtual import NOMINAL, StepModel
 from pagetier.benchmarks.report import Row
 
 Say = Callable[[str], None]
+__all__ = ("PARTS", "draw", "run", "run_part")  # what `pagetier bench` asks a benchmark for
 
 
 def run(full: bool, say: Say) -> list[Row]:

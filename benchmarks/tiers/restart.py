@@ -22,11 +22,13 @@ from pagetier.benchmarks.pairing import percentile, wait_until_idle
 from pagetier.benchmarks.report import Row
 from pagetier.benchmarks.tiers.blocks import PAYLOADS, Blocks
 from pagetier.benchmarks.tiers.media import Medium, NvmeMedium, RedisMedium
+from pagetier.benchmarks.tiers.restart_picture import draw
 from pagetier.engine.llm import LLM
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.kvstore.places import cache_dir
 from pagetier.kvstore.redis.embedded import join_embedded
 
+__all__ = ("draw", "run")  # what `pagetier bench` asks a benchmark for
 MODEL, DTYPE, BLOCK_SIZE = "smollm2", "bfloat16", 16
 PAYLOAD_BYTES = PAYLOADS["360KiB"]  # a block of this model
 MEDIUM_BYTES = 1 << 30  # most that the bandwidth is measured on

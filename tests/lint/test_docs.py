@@ -74,6 +74,13 @@ def test_relative_links_lead_somewhere(text: Path) -> None:
     assert not dead, f"{relative(text)} links to {dead}"
 
 
+def test_pictures_in_the_texts_are_small() -> None:
+    """They stay in the repository's history each time they are drawn."""
+    pictures = [picture for folder in ("docs", "proto") for picture in (ROOT / folder).rglob("*.png")]
+    large = [relative(picture) for picture in pictures if picture.stat().st_size > 100_000]
+    assert pictures and not large, f"over 100 kB: {large}"
+
+
 def test_texts_that_the_sources_name_exist() -> None:
     """A reader of a docstring or a comment can open the document that it sends him to."""
     there = {name for text in TEXTS for name in (text.name, relative(text))}
