@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +40,7 @@ class Bench:
         if not part:
             run: Callable[[bool, Say], Iterable[Row]] = module.run
             return run(full, say)
-        parts: tuple[str, ...] = getattr(module, "PARTS", ())
+        parts: Collection[str] = getattr(module, "PARTS", ())
         if part not in parts:
             raise ConfigError.bad_value(
                 "--only", part, ", ".join(parts) or "not with this benchmark, which has no parts"

@@ -2,9 +2,9 @@
 
 Set against what the bytes alone take: after each restart the tier's bandwidth is measured through a store alone, over a
 tier of the same kind and on as many bytes, since disks swing within seconds; one step of 16 tokens is added. The
-prefill that is saved is measured, too, and gives the blocks their content; beyond 8k tokens (`--full`) it takes
-minutes. The engine is in this process and is built anew for each restart, so its loading is not in the time; both media
-are of the run's own and nobody else's.
+prefill that is saved is measured, too, and gives the blocks their content; beyond 8k tokens (`--full`, or `--only
+nvme_32k`) it takes minutes. The engine is in this process and is built anew for each restart, so its loading is not in
+the time; both media are of the run's own and nobody else's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ MEDIUM_BYTES = 1 << 30  # most that the bandwidth is measured on
 PARAMETERS = 134_515_008  # of this model; a token costs two operations each
 POOL_BYTES = 3 << 30
 REDIS_BYTES = 4 << 30
+RESTARTS = 3
+PARTS = {f"{tier}_{thousands}k": (tier, 1_000 * thousands) for thousands in (8, 32, 100) for tier in ("nvme", "redis")}
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -62,18 +64,20 @@ class Restarts:
         return [warm_s / (self.nbytes / bytes_per_s + self.step_s) for warm_s, bytes_per_s in pairs]
 
 
-def run(full: bool, say: Callable[[str], None]) -> list[Row]:
-    """Quick: 8k tokens, three restarts. Full: 8k, 32k and 100k tokens, three restarts."""
+def run(full: bool, say: Callable[[str], None]) -> Iterator[Row]:
+    """Quick: 8k tokens. Full: 8k, 32k and 100k tokens. Each part's rows as soon as they are measured."""
+    for part in PARTS if full else ("nvme_8k", "redis_8k"):
+        yield from run_part(part, full, say)
+
+
+def run_part(part: str, full: bool, say: Callable[[str], None]) -> Iterator[Row]:
+    """One of `PARTS`: one cold prefill and three restarts, whatever `full` says but that it waits for idle cores."""
     note = wait_until_idle(300.0 if full else 0.0)
-    lengths, runs = ((8_000, 32_000, 100_000), 3) if full else ((8_000,), 3)
-    rows: list[Row] = []
-    for num_tokens in lengths:
-        for tier in ("nvme", "redis"):
-            say(f"{num_tokens} tokens from {tier}: one cold prefill, {runs} restarts")
-            with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="restart-") as folder:
-                found = restarts(tier, Path(folder), prompt(num_tokens), runs)
-            rows += restart_rows(f"{tier}_{num_tokens}", num_tokens, found, note)
-    return rows
+    tier, num_tokens = PARTS[part]
+    say(f"{num_tokens} tokens from {tier}: one cold prefill, {RESTARTS} restarts")
+    with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="restart-") as folder:
+        found = restarts(tier, Path(folder), prompt(num_tokens), RESTARTS)
+    yield from restart_rows(f"{tier}_{num_tokens}", num_tokens, found, note)
 
 
 def prompt(num_tokens: int) -> list[int]:
