@@ -28,7 +28,7 @@ from pagetier.kernels.cpu.library import (
     aligned_bytes,
 )
 
-KERNEL_REVISION = "pagetier-cpu-4"  # raise it whenever the core's arithmetic changes
+KERNEL_REVISION = "pagetier-cpu-5"  # raise it whenever the core's arithmetic changes
 SPARE_FROM = 4  # threads from which on one is left free while tiers are busy: of two it would be half the speed
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 

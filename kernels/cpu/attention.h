@@ -15,15 +15,24 @@
 #define PT_MAX_QUERY_ROWS 384            /* the same where a level gains by more: K and V are read once for all of them */
 #define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
 
-/* Query tokens [first_token, first_token + num_tokens) of a batch row; kv heads [kv_head, kv_head + num_heads), more than
- * one for one token only; splits [split, split + num_splits), num_splits 0: all of the context. */
+/* What a task does with its splits. A prefix that rows share is attended to once for all of them: what its splits have
+ * come to is carried to the tasks of each row's own part, which go on from there. */
+enum pt_carry { PT_CARRY_NONE = 0, PT_CARRY_OUT = 1, PT_CARRY_IN = 2 };
+
+/* Query tokens [first_token, first_token + num_tokens), of batch row `row` or of it and the next ones, where all attend to
+ * the same blocks; kv heads [kv_head, kv_head + num_heads), more than one for one token only; splits [split, split +
+ * num_splits), num_splits 0: those from `split` to the end of the context. */
 typedef struct pt_attention_task_s {
     int32_t row, first_token, num_tokens, kv_head, num_heads, split, num_splits;
-    int32_t partial; /* index of the first partial result of `split`: a split has one for every query head of the model */
+    int32_t carry;
+    int32_t merge; /* of splits that are merged later: the merge of the first token; each further token has the next one */
 } pt_attention_task;
 
-/* The splits [split, split + num_splits) of one decode row that ran as tasks of their own. */
-typedef pt_attention_task pt_attention_merge;
+/* The splits [split, split + num_splits) of a decode row, which ran as tasks of their own. */
+typedef struct pt_attention_merge_s {
+    int32_t first_token, split, num_splits;
+    int32_t partial; /* index of the first partial result of `split`: a split has one for every query head of the model */
+} pt_attention_merge;
 
 /* One query row's softmax so far: maximum of the scores times log2(e), sum, and head_dim weighted values behind it. */
 typedef struct {

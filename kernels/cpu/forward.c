@@ -34,7 +34,7 @@ typedef struct {
     float *cosines, *sines; /* (num_tokens, head_dim / 2) */
     char *workers;
     size_t worker_bytes;
-    void *partials;
+    void *partials, *carried;
     int64_t rows_per_task, panels_per_task, rows;
     pt_gemm gemm;
 } run;
@@ -48,19 +48,25 @@ static int64_t max_tasks(const pt_model *m) {
 /* Lays the scratch out; its end. */
 static size_t lay_out(const pt_model *m, int32_t num_workers, char *base, run *r) {
     size_t at = 0, half = (size_t)m->head_dim / 2;
+    size_t groups = pt_take(&at, (size_t)max_tokens(m) * sizeof(pt_row_group));
+    size_t prefixes = pt_take(&at, (size_t)max_tasks(m) * sizeof(pt_attention_task));
     size_t tasks = pt_take(&at, (size_t)max_tasks(m) * sizeof(pt_attention_task));
     size_t merges = pt_take(&at, (size_t)max_tokens(m) * sizeof(pt_attention_merge));
     size_t cosines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
     size_t sines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
     size_t partials = pt_take(&at, PT_PARTIAL_BYTES);
+    size_t carried = pt_take(&at, (size_t)(max_tokens(m) * m->num_heads) * pt_partial_bytes(m));
     size_t worker_bytes = pt_attention_worker_bytes(m);
     size_t workers = pt_take(&at, worker_bytes * (size_t)num_workers);
     if (r != NULL) {
+        r->lists.groups = (pt_row_group *)(base + groups);
+        r->lists.prefixes = (pt_attention_task *)(base + prefixes);
         r->lists.tasks = (pt_attention_task *)(base + tasks);
         r->lists.merges = (pt_attention_merge *)(base + merges);
         r->cosines = (float *)(base + cosines);
         r->sines = (float *)(base + sines);
         r->partials = base + partials;
+        r->carried = base + carried;
         r->workers = base + workers;
         r->worker_bytes = worker_bytes;
     }
@@ -309,13 +315,16 @@ static void run_attention_merge(void *arg, int64_t task, int32_t worker) {
     (r->model->dtype == PT_BF16 ? r->kernels->merge_bf16 : r->kernels->merge_f32)(&r->attention, task, worker);
 }
 
+static void run_attention_tasks(run *r, const pt_attention_task *tasks, int64_t num_tasks) {
+    r->attention.tasks = tasks, r->attention.num_tasks = num_tasks;
+    pt_parallel(r->threads, run_attention_task, r, num_tasks);
+}
+
 static void run_attention(run *r) {
     const pt_op *op = r->op;
     r->attention = (pt_attention){.model = r->model,
                                   .batch = r->batch,
-                                  .tasks = r->lists.tasks,
                                   .merges = r->lists.merges,
-                                  .num_tasks = r->lists.num_tasks,
                                   .qkv = (const float *)row_at(r, op->in, 0),
                                   .ld_qkv = r->model->buffers[op->in].width,
                                   .out = row_at(r, op->out, 0),
@@ -323,8 +332,10 @@ static void run_attention(run *r) {
                                   .layer = op->layer,
                                   .scratch = r->workers,
                                   .worker_bytes = r->worker_bytes,
-                                  .partials = r->partials};
-    pt_parallel(r->threads, run_attention_task, r, r->lists.num_tasks);
+                                  .partials = r->partials,
+                                  .carried = r->carried};
+    run_attention_tasks(r, r->lists.prefixes, r->lists.num_prefixes);
+    run_attention_tasks(r, r->lists.tasks, r->lists.num_tasks);
     pt_parallel(r->threads, run_attention_merge, r, r->lists.num_merges);
 }
 

@@ -57,7 +57,8 @@ typedef struct {
 typedef struct {
     const pt_model *model;
     const pt_batch *batch;
-    const struct pt_attention_task_s *tasks, *merges;
+    const struct pt_attention_task_s *tasks;
+    const struct pt_attention_merge_s *merges;
     int64_t num_tasks;
     const float *qkv; /* (num_tokens, ld_qkv): q heads | k heads | v heads */
     int64_t ld_qkv;
@@ -67,6 +68,7 @@ typedef struct {
     void *scratch; /* worker_bytes for each worker */
     size_t worker_bytes;
     void *partials;
+    void *carried; /* as partial results, (num_tokens, num_heads) */
 } pt_attention;
 
 typedef struct {
