@@ -12,6 +12,10 @@ static int64_t shared_splits(const pt_model *model, const pt_batch *batch, int32
     return pt_min(splits, same * model->block_size / PT_SPLIT);
 }
 
+/* Splits from which on a prefix is worth a task of its own: of prefills what it comes to is carried to other tasks, which
+ * costs what one split saves. */
+static int64_t min_splits(const pt_batch *batch, int32_t row) { return pt_is_decode(batch, row) ? 1 : 2; }
+
 /* A group shares what its first two rows do: a row that shares less begins the next one. */
 int64_t pt_group_rows(const pt_model *model, const pt_batch *batch, pt_row_group *groups) {
     int64_t num_groups = 0;
@@ -21,7 +25,7 @@ int64_t pt_group_rows(const pt_model *model, const pt_batch *batch, pt_row_group
         if (model->window > 0) continue;
         for (; row < batch->num_rows && pt_is_decode(batch, row) == pt_is_decode(batch, group->row); row++, group->num_rows++) {
             const int64_t splits = shared_splits(model, batch, group->row, row);
-            if (splits == 0 || splits < group->num_splits) break;
+            if (splits < pt_max(group->num_splits, min_splits(batch, row))) break;
             if (group->num_rows == 1) group->num_splits = (int32_t)splits;
         }
     }

@@ -72,7 +72,8 @@ CROWDS = {
     "tails of one document": [(1_076, 24)] * 5,
     "choices of one prompt": [(1_030 + 7 * index, 1) for index in range(20)],
     "both kinds": [(1_100, 1)] * 3 + [(1_100, 9)] * 2 + [(1_100, 1)] * 2,
-    "a prefix of exactly a split": [(512, 2)] * 3 + [(511, 2)] * 2,
+    "a prefix of exactly two splits": [(1_024, 2)] * 3 + [(1_023, 2)] * 2,
+    "a prefix of exactly one": [(512, 1)] * 3 + [(511, 1)] * 2,
     "more rows than a task takes": [(600, 1)] * 130,
 }
 
