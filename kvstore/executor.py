@@ -7,7 +7,9 @@ phases back to back; the seeded executor may let other tasks, or the caller, in 
 from __future__ import annotations
 
 import logging
+import os
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +19,9 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 MAX_IDLE_PUMPS = 8  # of the seeded executor
+# By how much the store's threads give way to those that compute: where cores are short, a load takes longer rather than
+# every step of everybody else.
+NICENESS = 10
 
 Task = Callable[[], "Task | None"]
 
@@ -73,6 +78,7 @@ class ThreadPool:
         return not any(thread.is_alive() for thread in threads)
 
     def _work(self) -> None:
+        _give_way()
         while True:
             with self._ready:
                 while not self._tasks:
@@ -84,6 +90,15 @@ class ThreadPool:
                 task: Task | None = self._tasks.popleft()
             while task is not None:
                 task = _phase(task)
+
+
+def _give_way() -> None:
+    """Of the calling thread alone, which only Linux knows; where it is refused, all are equal."""
+    if sys.platform == "linux":
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
+        except OSError as error:
+            logger.debug("the store's threads run at the engine's priority: %s", error)
 
 
 class SeededExecutor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from pagetier.kvstore.executor import MAX_IDLE_PUMPS, Executor, SeededExecutor, Task, ThreadPool
+from pagetier.kvstore.executor import MAX_IDLE_PUMPS, NICENESS, Executor, SeededExecutor, Task, ThreadPool
 
 
 def two_phases(log: list[str], name: str) -> Task:
@@ -30,6 +32,15 @@ def test_close_runs_what_is_queued_to_its_end(make: Callable[[], Executor]) -> N
     assert executor.close(10.0) and executor.close(10.0)
     assert sorted(log) == sorted(f"{i}.{phase}" for i in range(40) for phase in (1, 2))
     assert all(log.index(f"{i}.1") < log.index(f"{i}.2") for i in range(40))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+def test_the_stores_threads_give_way_and_their_caller_does_not() -> None:
+    before, found, pool = os.getpriority(os.PRIO_PROCESS, 0), list[int](), ThreadPool("polite", 1)
+    pool.submit(lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    assert pool.close(10.0)
+    assert found == [min(19, before + NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_threads_are_bounded_and_made_on_demand() -> None:
