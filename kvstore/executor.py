@@ -1,6 +1,6 @@
 """Where the store's blocking work runs: a bounded thread pool, or the caller's own thread in a seeded order.
 
-The only file of the store that makes threads. A task is a callable that returns its next phase or None. Threads run the
+Makes the threads that move blocks. A task is a callable that returns its next phase or None. Threads run the
 phases back to back; the seeded executor may let other tasks, or the caller, in between them, as a slow medium would.
 """
 
@@ -96,7 +96,10 @@ def _give_way() -> None:
     """Of the calling thread alone, which only Linux knows; where it is refused, all are equal."""
     if sys.platform == "linux":
         try:
-            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
+            main = os.getpriority(
+                os.PRIO_PROCESS, os.getpid()
+            )  # a thread begins with its maker's, which may be one of us
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, main + NICENESS))
         except OSError as error:
             logger.debug("the store's threads run at the engine's priority: %s", error)
 

@@ -45,8 +45,8 @@ static void add_by_tokens(const cutting *c, pt_attention_task task, pt_attention
         }
 }
 
-/* Rows of several new tokens each. */
-static void add_prefills(cutting *c, const pt_row_group *group) {
+/* Rows whose prefix, if they share one, is carried from tasks of its own to theirs: rows of several new tokens each. */
+static void add_carried(cutting *c, const pt_row_group *group) {
     const int32_t end = group->row + group->num_rows;
     if (group->num_splits > 0) {
         pt_attention_task prefix = {.row = group->row, .first_token = first_token_of(c, group->row), .carry = PT_CARRY_OUT,
@@ -91,17 +91,23 @@ static void add_decode(cutting *c, int32_t row, int64_t shared) {
         return;
     }
     task.merge = (int32_t)c->lists->num_merges++;
-    c->lists->merges[task.merge] = (pt_attention_merge){task.first_token, (int32_t)split, (int32_t)num_splits, (int32_t)c->partial};
+    c->lists->merges[task.merge] = (pt_attention_merge){.first_token = task.first_token, .split = (int32_t)split,
+                                                        .num_splits = (int32_t)num_splits, .partial = (int32_t)c->partial};
     c->partial += partials;
     add_splits(c, task, split + shared, split + num_splits);
 }
 
-/* Rows of one new token each. What they share is a task of all of them, and is merged with their own splits. */
+/* Rows of one new token each. What they share is a task of all of them, and is merged with their own splits; if that has
+ * no room, it is carried. */
 static void add_decodes(cutting *c, const pt_row_group *group) {
     const int32_t end = group->row + group->num_rows;
-    int64_t shared = group->num_splits, partials = 0;
+    const int64_t shared = group->num_splits;
+    int64_t partials = 0;
     for (int32_t row = group->row; row < end; row++) partials += partials_of(c, row);
-    if (c->partial + partials > c->max_partials) shared = 0;
+    if (shared > 0 && c->partial + partials > c->max_partials) {
+        add_carried(c, group);
+        return;
+    }
     if (shared > 0) {
         const pt_attention_task prefix = {.row = group->row, .first_token = first_token_of(c, group->row),
                                           .num_tokens = group->num_rows, .merge = (int32_t)c->lists->num_merges};
@@ -138,5 +144,5 @@ void pt_attention_list(const pt_model *model, const pt_batch *batch, int32_t num
         if (pt_is_decode(batch, group->row))
             add_decodes(&c, group);
         else
-            add_prefills(&c, group);
+            add_carried(&c, group);
 }

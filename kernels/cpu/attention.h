@@ -15,8 +15,8 @@
 #define PT_MAX_QUERY_ROWS 384            /* the same where a level gains by more: K and V are read once for all of them */
 #define PT_PARTIAL_BYTES (8 << 20)       /* for splits that run as tasks of their own */
 
-/* What a task does with its splits. A prefix that rows share is attended to once for all of them: what its splits have
- * come to is carried to the tasks of each row's own part, which go on from there. */
+/* What a task does with its splits. Where a prefix that rows share is not merged later, what its splits have come to is
+ * carried to the tasks of each row's own part, which go on from there. */
 enum pt_carry { PT_CARRY_NONE = 0, PT_CARRY_OUT = 1, PT_CARRY_IN = 2 };
 
 /* Query tokens [first_token, first_token + num_tokens), of batch row `row` or of it and the next ones, where all attend to
@@ -62,7 +62,8 @@ static inline pt_attention_layout pt_layout(const pt_model *m) {
     l.total = pt_take(&at, rows * dim * 4);
     l.stats = pt_take(&at, rows * sizeof(pt_softmax));
     l.totals = pt_take(&at, rows * sizeof(pt_softmax));
-    const size_t panels = (size_t)pt_max(pt_ceil(pt_max_query_rows(m), 32), m->num_kv_heads * pt_ceil(pt_group(m), 32)), padded = (dim + 31) / 32 * 32;
+    const int64_t head_panels = pt_ceil(pt_group(m), 32); /* of a task of one token and all heads */
+    const size_t panels = (size_t)pt_max(pt_ceil(pt_max_query_rows(m), 32), m->num_kv_heads * head_panels), padded = dim;
     l.q_panels = pt_take(&at, panels * 32 * padded * 2);
     l.blocks = pt_take(&at, 2 * PT_TILE * 32 * 4);
     l.pairs = pt_take(&at, 2 * PT_TILE * 32 * 2);

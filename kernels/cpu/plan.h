@@ -9,7 +9,7 @@ typedef struct {
     int32_t row, num_rows, num_splits;
 } pt_row_group;
 
-/* What a batch's attention consists of: shared prefixes, then tasks, then merges. */
+/* What a batch's attention consists of: prefixes that are carried, then tasks, then merges. */
 typedef struct {
     pt_row_group *groups;
     pt_attention_task *prefixes, *tasks;

@@ -94,7 +94,7 @@ def test_gemm(n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa) -> None:
 
 @every_level
 @every_dtype
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 16, 29])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 16, 29, 40, 97])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 16), (33, 7), (64, 64), (129, 50), (257, 576), (31, 1537)])
 def test_a_gated_gemm_is_both_products_and_their_gate_to_the_bit(
     n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa
@@ -103,7 +103,7 @@ def test_a_gated_gemm_is_both_products_and_their_gate_to_the_bit(
     gate, up, bias = random(n, k, seed=1).to(dtype), random(n, k, seed=2).to(dtype), random(2 * n, seed=3)
     weight = packed_gated(case, gate, up)
     if weight is None:
-        assert isa == Isa.AVX2 or (isa == Isa.AMX and dtype == torch.bfloat16)
+        assert isa == Isa.AVX2
         return
     a = torch.zeros(rows, k + k % 2, dtype=dtype)
     a[:, :k] = random(rows, k).to(dtype)

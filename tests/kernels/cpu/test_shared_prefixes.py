@@ -20,6 +20,7 @@ SHAPES = {  # query heads, kv heads, head_dim, block size
     "more query heads than a tile": (40, 1, 48, 16),
     "large blocks": (8, 2, 128, 64),
     "an odd width": (6, 3, 50, 24),
+    "more query heads than a task takes": (400, 1, 16, 8),
 }
 
 
@@ -43,13 +44,16 @@ def attend(case: Case, qkv: Tensor) -> Tensor:
     return run_op(case, OpKind.ATTENTION, qkv, out)
 
 
-def assert_each_as_alone(case: Case) -> None:
+def assert_each_as_alone(case: Case, every: int = 1) -> None:
+    """every: of how many rows one is looked at."""
     dim, kv_heads = case.pool.shape[-1], case.pool.shape[3]
     draw = torch.Generator().manual_seed(1)
     qkv = torch.randn(case.num_tokens, (case.num_heads + 2 * kv_heads) * dim, generator=draw).to(case.dtype).float()
     together, start = attend(case, qkv), 0
     for index, (row, table) in enumerate(zip(case.rows, case.tables, strict=True)):
         own = slice(start, start := start + row[1])
+        if index % every:
+            continue
         alone = attend(replace(case, tables=[table], rows=[row]), qkv[own])
         assert torch.equal(together[own], alone), f"row {index} of {case.rows}"
 
@@ -87,6 +91,12 @@ def test_crowds_over_one_prefix(crowd: str, dtype: torch.dtype, isa: Isa) -> Non
 
 
 @every_level
+def test_with_softcap(isa: Isa) -> None:
+    case = case_of("smollm2", torch.bfloat16, isa, [(1_100, 1)] * 3 + [(1_100, 20)] * 3, [10_000] * 6)
+    assert_each_as_alone(replace(case, softcap=2.0))
+
+
+@every_level
 @pytest.mark.parametrize("window", [1, 700])
 def test_with_a_window(window: int, isa: Isa) -> None:
     case = case_of("smollm2", torch.bfloat16, isa, [(1_200, 1)] * 3 + [(1_300, 20)] * 2, [10_000] * 5)
@@ -95,7 +105,18 @@ def test_with_a_window(window: int, isa: Isa) -> None:
 
 @every_level
 def test_more_partial_results_than_have_room(isa: Isa) -> None:
-    """Rows of many splits and heads: what does not fit is not cut into splits, and gives the same."""
-    rows = [(9_000, 1)] * 24  # 18 splits of 40 heads, 24 times: some 17,000 results of 256 bytes
-    case = case_of("more query heads than a tile", torch.bfloat16, isa, rows, [10_000] * len(rows))
-    assert_each_as_alone(case)
+    """48 rows of 18 splits and 40 heads are 34,560 results of 256 bytes, and 8 MiB hold 32,768. What they share is
+    carried then, whatever is beside them; so is what they share when nothing is left for them."""
+    crowd = [(9_000, 1)] * 48
+    assert_each_as_alone(case_of("more query heads than a tile", torch.bfloat16, isa, crowd, [10_000] * 48), every=7)
+
+
+@every_level
+def test_a_prefix_keeps_to_itself_what_it_cannot_see(isa: Isa) -> None:
+    """Not a number in V of a later split than a row's own is no part of the row, whichever rows are beside it."""
+    case = case_of("smollm2", torch.bfloat16, isa, [(490, 40)], [0])
+    block = case.tables[0][512 // 16]
+    case.pool[block, 0, 1, :, 0] = torch.nan
+    qkv = torch.randn(40, (9 + 6) * 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).float()
+    found = attend(case, qkv).isnan().any(1)
+    assert found.tolist() == [490 + index >= 512 for index in range(40)]
