@@ -256,6 +256,9 @@ class CompiledModel:
         if num_tokens == num_rows:
             self.prefill_model.observe_decode(num_tokens, other_s)
             return
+        first_blocks = batch.block_tables[0][:, 0]
+        if (first_blocks[1:] == first_blocks[:-1]).any():
+            return  # what rows share is computed once: its time says nothing of a prompt that shares nothing
         num_new = np.diff(batch.query_start_loc).astype(np.float64)  # (num_rows,)
         pairs = float((num_new * (batch.seq_lens - num_new / 2)).sum())
         self.prefill_model.observe_prefill(num_tokens, pairs, attention_s, other_s)

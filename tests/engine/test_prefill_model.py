@@ -98,4 +98,9 @@ def test_steps_of_a_real_model_are_learnt_from_its_counters() -> None:
         first.token_ids += [1] * 5
         run.step([(first, 5)])
         assert run.model.prefill_model.fit != fit
+        third, fourth = run.add([2] * 20), run.add([2] * 20)
+        run.step([(third, 10)])
+        fit, fourth.blocks[:] = run.model.prefill_model.fit, third.blocks
+        run.step([(third, 10), (fourth, 20)])  # rows that share are quicker than one alone: nothing is learnt
+        assert run.model.prefill_model.fit == fit
         assert torch.isfinite(torch.cat(run.logits())).all()
