@@ -69,15 +69,16 @@ class Preemption:
             self._fail(request, complaint)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """The request found no blocks, and not enough are coming free. Preempt one of those behind it, or itself, or
-        end a request that is alone and has outgrown the pool. Whether one was preempted."""
+        """The request found no blocks, and not enough are coming free. End it if it has outgrown the pool, since the
+        blocks of others would be of no use to it, or is alone; else preempt one of those behind it, or itself. Whether
+        one was preempted."""
         running = self._queues.running
-        if len(running) > 1:
+        exceeds_pool = num_tokens > self._pool.num_blocks * self._config.block_size
+        if len(running) > 1 and not exceeds_pool:
             self._preempt(self._choose(running[running.index(request) + 1 :] or [request]))
             return True
-        has_outgrown = num_tokens > self._pool.num_blocks * self._config.block_size
         may_wait = self._queues.loading or self._coming_free.is_pending
-        if not request.num_in_flight and (has_outgrown or not may_wait):
+        if not request.num_in_flight and (exceeds_pool or not may_wait):
             self._end(request)
         return False
 

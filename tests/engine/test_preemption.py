@@ -130,6 +130,17 @@ def test_who_finds_no_block_waits_for_those_coming_free() -> None:
     rig.core.close()
 
 
+def test_one_that_outgrows_the_pool_preempts_nobody() -> None:
+    """It ends: not even all of the others' blocks would be enough."""
+    rig = Rig(config(23, depth=1), prompts(4, 37, 60))
+    while len(rig.running) < 4:
+        rig.step()
+    first, scheduler = rig.running[0], rig.core.scheduler
+    assert not scheduler.preemption.find_blocks(first, 23 * 8 + 1)
+    assert rig.num_preemptions == 0 and first.finish_reason == "length" and len(rig.running) == 3
+    rig.core.close()
+
+
 def test_nobody_counts_on_stuck_bytes() -> None:
     """A tier that hangs keeps the blocks it was given; after a while others are preempted instead."""
     rig = Rig(config(30), prompts(4, 37, 60))
