@@ -36,7 +36,6 @@ DEFAULT_FACTORY = "pagetier.engine.server.factory:build"
 FOLLOW_POLL_MS = 100  # the same while somebody follows events, which tiers cause on threads of their own
 IDLE_POLL_MS = 1000  # nothing to do: messages, signals and a closed lifeline wake the poll before that
 STALL_POLL_MS = 1  # work there is, but it waits for a tier or a device
-STALL_STEP_S = 0.0005  # a step shorter than this that brought no token did nothing
 MAX_DRAIN = 256  # messages taken between two steps, so that a flood of requests cannot stop the running ones
 RUNNING_SHARE = 0.6  # of the shutdown time-out is for running requests, the rest for queued puts
 
@@ -51,6 +50,9 @@ class Core(Protocol):
     def step(self) -> list[TokenOutput]: ...
 
     def has_work(self) -> bool: ...
+
+    @property
+    def waits_for_store(self) -> bool: ...
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -291,9 +293,8 @@ class EngineLoop:
         if not self._core.has_work():
             self._stalled = False
             return
-        start_s = time.monotonic()
         outputs = [output for output in self._core.step() if output.request_id in self._open]  # aborted ones are over
-        self._stalled = not outputs and time.monotonic() - start_s < STALL_STEP_S
+        self._stalled = not outputs and self._core.waits_for_store
         if not outputs:
             return
         self._open.difference_update(o.request_id for o in outputs if o.finish_reason is not None)

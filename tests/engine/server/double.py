@@ -99,6 +99,10 @@ class DoubleCore:
     def has_work(self) -> bool:
         return bool(self.running)
 
+    @property
+    def waits_for_store(self) -> bool:
+        return False
+
     def step(self) -> list[TokenOutput]:
         time.sleep(self.step_s)
         outputs = [self._advance(state) for state in list(self.running.values())]
