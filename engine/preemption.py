@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from pagetier.engine.admission import has_outgrown
@@ -13,6 +14,7 @@ from pagetier.engine.request import Request, RequestState
 from pagetier.engine.tables import BlockTables
 from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Transfers
+from pagetier.engine.turns import MAX_PASSED, Turns
 from pagetier.engine.victims import MAX_CANDIDATES, choose_victim
 from pagetier.engine.withheld import Withheld
 
@@ -35,6 +37,7 @@ class Preemption:
         queues: Queues,
         coming_free: ComingFree,
         withheld: Withheld,
+        turns: Turns,
         timelines: Timelines,
         is_held_up: Callable[[Request], bool],
         send_back: Callable[[Request], None],
@@ -45,7 +48,7 @@ class Preemption:
         self.recomputed_tokens = self.swapped_out_blocks = self.swapped_in_blocks = 0
         self._config, self._pool, self._tables = config, pool, tables
         self._transfers, self._queues, self._coming_free = transfers, queues, coming_free
-        self._withheld, self._timelines = withheld, timelines
+        self._withheld, self._turns, self._timelines = withheld, turns, timelines
         self._is_held_up, self._send_back, self._end, self._fail = is_held_up, send_back, end, fail
 
     def find_blocks(self, request: Request, num_tokens: int) -> bool:
@@ -102,8 +105,8 @@ class Preemption:
         """Preempt running requests for a waiting one that outranks them and finds no seat or no blocks. It is admitted
         when their blocks have come free, a step or two later."""
         running, waiting = self._queues.running, self._queues.waiting
-        request = next(waiting.candidates(), None)
-        if request is None or not running or not waiting.outranks(request, running[-1]):
+        request = self._first_urgent() if running else None
+        if request is None:
             return
         if has_outgrown(request, self._config) or self._is_held_up(request):
             return  # others would take what it was given
@@ -114,6 +117,13 @@ class Preemption:
             if has_seat and num_coming >= num_missing + len(running):
                 break
             self._preempt(self._choose([one for one in running[-MAX_CANDIDATES:] if waiting.outranks(request, one)]))
+
+    def _first_urgent(self) -> Request | None:
+        """The first waiting request that outranks a running one, and does not leave its turn."""
+        last, waiting = self._queues.running[-1], self._queues.waiting
+        first = itertools.islice(waiting.candidates(), MAX_PASSED)
+        urgent = itertools.takewhile(lambda request: waiting.outranks(request, last), first)
+        return next(itertools.filterfalse(self._turns.is_passed_over, urgent), None)
 
     @property
     def _may_swap(self) -> bool:

@@ -45,6 +45,7 @@ class Queues:
     def wait(self, request: Request) -> None:
         """A request that is in no queue waits for its turn."""
         request.state = RequestState.WAITING
+        request.passed_since_s = None
         self.waiting.push(request)
 
     def check(self, requests: set[Request]) -> None:

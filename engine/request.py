@@ -66,6 +66,7 @@ class Request:
         "num_prompt_tokens",
         "num_tabled_blocks",
         "order",
+        "passed_since_s",
         "preempted_by",
         "root",
         "sampled_row",
@@ -108,6 +109,7 @@ class Request:
         self.lookup_tries = 0
         self.following: Following | None = None  # whom a waiting request waits for
         self.job: int | None = None  # of the load in progress
+        self.passed_since_s: float | None = None  # when it first left its turn, for blocks that a tier keeps
         self.cached_tokens: dict[str, int] = {}
         self.counted = False  # its lookup tokens are in the statistics
         self.num_preemptions = 0

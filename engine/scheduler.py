@@ -4,8 +4,8 @@ One token budget per step and no phases: each request's computed tokens catch up
 first, by the policy's rank; then waiting ones in the policy's order, none in a step that preempted. Plans on counts
 alone: tokens that launched steps will sample are placeholders, so step N+1 is planned while step N runs.
 
-Which blocks a request holds is tables.py, who gives them up preemption.py, what the tiers have lookups.py, who waits
-for another's prefill leaders.py, how the choices of one prompt share it forks.py.
+Which blocks a request holds is tables.py, who gives them up preemption.py, who is passed over turns.py, what the tiers
+have lookups.py, who waits for another's prefill leaders.py, how the choices of one prompt share it forks.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from pagetier.engine.shadow import ShadowChecks
 from pagetier.engine.tables import BlockTables
 from pagetier.engine.timeline import Timelines
 from pagetier.engine.transfers import Loaded, Transfers
+from pagetier.engine.turns import MAX_PASSED, Turns
 from pagetier.engine.withheld import Withheld
 from pagetier.kvstore.keys import Hash
 
@@ -48,7 +49,6 @@ _row_of: Callable[[tuple[Request, int, int, int, int, int, int]], PlannedRow] = 
 _output_of: Callable[[tuple[Any, ...]], TokenOutput] = partial(tuple.__new__, TokenOutput)
 
 MAX_FOLLOWING = 1024  # followers passed over in a step; a look at one takes 0.2 us
-MAX_PASSED = 8  # who find no room because of what tiers keep, in a step; a look at one is a walk over those blocks
 MAX_MATCHED = 32  # new followers in a step: to match the first 10,000 tokens of a prompt takes 0.1 ms
 
 
@@ -80,6 +80,7 @@ class Scheduler:
         self.leaders = Leaders(config.block_size, policy.rank)
         self.forks = Forks(config.block_size)
         self.withheld = Withheld(config, pool, index, transfers)
+        self.turns = Turns(self.withheld, self.tables, self.forks, config.transfer_timeout_s, clock)
         self.preemption = Preemption(
             config,
             pool,
@@ -88,6 +89,7 @@ class Scheduler:
             self.queues,
             ComingFree(pool, transfers, self.launched),
             self.withheld,
+            self.turns,
             self.timelines,
             is_held_up=self._is_held_up,
             send_back=self._send_back,
@@ -165,6 +167,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now."""
         plan = StepPlan(self._num_steps, tiers_busy=self.transfers.holds_blocks)
+        self.withheld.begin_step()
         self._look_ahead()
         self.transfers.poll_lookups()
         num_preemptions = self.preemption.num_preemptions
@@ -313,28 +316,17 @@ class Scheduler:
                 return
             if not self._admit(plan, request):
                 num_passed += 1
-                if num_passed == MAX_PASSED or not self._is_passed_over(request):
+                if complaint := self.turns.complaint(request):
+                    self._fail(request, complaint)
+                elif not self.turns.is_passed_over(request):
+                    return
+                if num_passed == MAX_PASSED:
                     return
                 continue
             num_unasked += request.state is RequestState.WAITING and request.following is None
             num_matched += request.following is not None
             if num_unasked == LOOKAHEAD or num_matched == MAX_MATCHED:
                 return
-
-    def _is_passed_over(self, request: Request) -> bool:
-        """Whether a waiting request that found no room leaves its turn to others, since it misses blocks that a tier
-        keeps. It ends when that has lasted."""
-        own = self._sharable(request)
-        complaint = self.withheld.complaint(request.num_tokens, own)
-        if complaint:
-            self._fail(request, complaint)
-        return bool(complaint) or self.withheld.are_missed(request.num_tokens, own)
-
-    def _sharable(self, request: Request) -> set[int]:
-        """Blocks that a waiting request takes as they are."""
-        blocks = {node.block for node in self.tables.match(request).nodes}
-        fork = self.forks.fork_of(request)
-        return blocks if fork is None else blocks.union(fork.source.block_ids[: fork.num_full])
 
     def _plan_more(self, plan: StepPlan) -> None:
         """Admit those who could only be asked about now, while the step has room and that fills it: tiers that know
@@ -439,7 +431,7 @@ class Scheduler:
         """Whether a waiting request could not be admitted yet, however much room the running ones made."""
         if request.num_placeholders or self.lookups.is_open(request) or is_following(request):
             return True
-        if self.withheld.are_missed(request.num_tokens, self._sharable(request)):
+        if self.turns.lacks_withheld(request):
             return True
         if self.forks.fork_of(request) is not None:
             return False

@@ -17,17 +17,28 @@ from pagetier.engine.transfers import PATIENCE_S, Transfers
 
 
 class Withheld:
-    """Owner: core thread. An answer takes a walk over the blocks that are withheld: for who found no room only.
+    """Owner: core thread. Which blocks are withheld is found out once a step: only between two steps do transfers end.
 
     num_tokens: a request is to have blocks for. own: the blocks that it has, or would share.
     """
 
     def __init__(self, config: EngineConfig, pool: BlockPool, index: PrefixIndex, transfers: Transfers) -> None:
         self._config, self._pool, self._index, self._transfers = config, pool, index, transfers
+        self._patience_s = min(PATIENCE_S, config.transfer_timeout_s)
+        self._kept: dict[float, set[int]] = {}  # of this step, by how long at least they have been held
+
+    def begin_step(self) -> None:
+        """Transfers may have begun, ended or come of age."""
+        self._kept.clear()
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there are any, which costs next to nothing where no transfer is late."""
+        return bool(self._kept_from_others(self._patience_s))
 
     def are_missed(self, num_tokens: int, own: Iterable[int]) -> bool:
         """Whether a request that fits the pool has no room without them, whoever else gave blocks up."""
-        return self._num_lacking(num_tokens, own, PATIENCE_S) > 0
+        return self._num_lacking(num_tokens, own, self._patience_s) > 0
 
     def complaint(self, num_tokens: int, own: Iterable[int]) -> str:
         """One line for a request that has missed them for too long; "" while there is hope."""
@@ -50,6 +61,12 @@ class Withheld:
 
     def _kept_from_others(self, held_s: float) -> set[int]:
         """Blocks of such transfers, and those before them in their chains: a parent is not evicted before its child."""
+        kept = self._kept.get(held_s)
+        if kept is None:
+            kept = self._kept[held_s] = self._walk(held_s)
+        return kept
+
+    def _walk(self, held_s: float) -> set[int]:
         kept: set[int] = set()
         for block in self._transfers.held_blocks(held_s):
             kept.add(block)

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +93,28 @@ class Hanging(LocalConnector):
         return [*own, *done]
 
 
+class Slow(Hanging):
+    """Each save takes longer than anybody counts on its blocks, but not so long that it is given up."""
+
+    SAVE_S = 1.6 * PATIENCE_S
+
+    def __init__(self, store: TieredStore, blocks: LedgerBlocks) -> None:
+        super().__init__(store, blocks)
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._ending: list[tuple[float, PutDone]] = []
+
+    def poll(self) -> list[Completion]:
+        now_s, others = self.clock(), []
+        for done in super().poll():
+            if isinstance(done, PutDone):
+                self._ending.append((now_s + self.SAVE_S, done))
+            else:
+                others.append(done)
+        ended = [done for end_s, done in self._ending if end_s <= now_s]
+        self._ending = [one for one in self._ending if one[0] > now_s]
+        return [*others, *ended]
+
+
 class Halting(SeededExecutor):
     """Threads that stay for ever in what they began while `is_halted`."""
 
@@ -118,7 +140,11 @@ class Rig:
     """A core on the ledger model over one tier, in virtual time. Requests are known beforehand, and sent by name."""
 
     def __init__(
-        self, config: EngineConfig, requests: Sequence[EngineRequest], staged: random.Random | None = None
+        self,
+        config: EngineConfig,
+        requests: Sequence[EngineRequest],
+        staged: random.Random | None = None,
+        make_hanging: Callable[[TieredStore, LedgerBlocks], Hanging] = Hanging,
     ) -> None:
         self.clock, self.config = Clock(), config
         blocks = LedgerBlocks(config.num_blocks, config.block_size)
@@ -131,7 +157,7 @@ class Rig:
             clock=self.clock,
             make_executor=lambda name, _: self.reads if "read" in name else self.writes,
         )
-        self.hanging = Hanging(self.store, blocks)
+        self.hanging = make_hanging(self.store, blocks)
         connector = self.hanging if staged is None else StagedConnector(self.store, LateStaging(blocks, 4, staged))
         self.requests = {each.request_id: each for each in requests}
         self.outputs = {
@@ -359,6 +385,49 @@ def test_an_urgent_request_that_would_not_fit_preempts_nobody() -> None:
     rig.send("small", "urgent")
     rig.run()
     assert rig.core.scheduler.preemption.num_preemptions == 0 and rig.ends() == {"length": 2, "hung": 1}
+
+
+def test_an_urgent_request_that_fits_does_not_wait_behind_one_that_would_not() -> None:
+    """In a pool that is full of others: it preempts them, whoever waits before it."""
+    rng = random.Random(10)
+    low, big, fits = (
+        request("low", prompt(rng, 41), 15),
+        request("big", prompt(rng, 95), 4),
+        request("fits", [1] * 20, 2),
+    )
+    requests = [replace(low, priority=2), replace(big, priority=0), replace(fits, priority=1)]
+    rig = hung_save(14, *requests, scheduling_policy="priority")
+    rig.step(round(PATIENCE_S / STEP_S))
+    rig.send("low")
+    rig.step(4)
+    rig.send("big", "fits")
+    rig.step(8)
+    assert rig.reasons["fits"] == "length" and rig.reasons["low"] is None and rig.reasons["big"] is None
+    assert rig.core.scheduler.preemption.num_preemptions == 1
+    rig.run()
+    assert rig.ends() == {"length": 3, "hung": 1}
+
+
+def test_a_long_request_behind_a_slow_tier_is_passed_over_for_a_while_only() -> None:
+    """What is let past it is saved as slowly, so there is always a save that keeps blocks, and none to complain of."""
+    rng = random.Random(11)
+    num_small = round(4 * TIMEOUT_S)
+    small = [request(f"small{i}", prompt(rng, 2 * BLOCK_SIZE + 1), 2) for i in range(num_small)]
+    rig = Rig(config_of(14), [*small, request("long", prompt(rng, 13 * BLOCK_SIZE - 1), 1)], make_hanging=Slow)
+    assert isinstance(rig.hanging, Slow)
+    rig.hanging.clock = rig.clock
+    num_passed = 0
+    for i in range(num_small):
+        rig.send(f"small{i}")
+        rig.step(round(1 / STEP_S))
+        if i == 5:
+            rig.send("long")
+        if rig.reasons.get("long", "") is None:
+            num_passed = i
+    assert rig.reasons["long"] == "length", "it starves"
+    assert TIMEOUT_S / 2 < num_passed - 5 < 2 * TIMEOUT_S
+    rig.run()
+    assert rig.ends() == {"length": num_small + 1}
 
 
 def test_blocks_that_a_request_shares_with_a_hung_save_are_no_loss_to_it() -> None:
