@@ -7,6 +7,7 @@ until nothing writes to them any more) and every connector ticket. Knows no sche
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from pagetier.engine.request import Request
 from pagetier.engine.restore_cost import RestoreCost
 from pagetier.kvstore.block import BlockName, BlockStatus
 from pagetier.kvstore.job import Completion, LoadDone, LoadQuiesced, LookupDone, PutDone
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
 SAVED_SHARE = 1 / 8  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
@@ -225,6 +228,13 @@ class Transfers:
             request = self._loads.get(job)
             if request is not None:
                 self._loads[job] = request.job = None
+                logger.warning(
+                    "a load of %d blocks has no answer after %.0f s: request %s computes them instead, and they stay "
+                    "taken until the tier answers",
+                    len(self._destinations[job]),
+                    self._clock() - self._started_s[job],
+                    request.request_id,
+                )
                 given_up.append(Loaded(request, (), quiesced=False))
         return given_up
 
@@ -272,7 +282,8 @@ class Transfers:
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request, first = self._loads.pop(done.job), self._first.pop(done.job)
         took_s = self._took_s(done)
-        self.cost.observe_load(len(done.statuses), took_s)
+        if took_s <= self._timeout_s:  # a tier that hung says nothing of what it costs
+            self.cost.observe_load(len(done.statuses), took_s)
         if done.quiesced:
             self._pool.release(self._destinations.pop(done.job))
         else:
@@ -301,7 +312,8 @@ class Transfers:
         for swap in self._swaps.values():
             swap.saves.discard(done.job)
         took_s = self._took_s(done)
-        if num_written := sum(status not in NOT_WRITTEN for status in done.statuses):
+        num_written = sum(status not in NOT_WRITTEN for status in done.statuses)
+        if num_written and took_s <= self._timeout_s:
             self.cost.observe_save(num_written, took_s)
         for node, status in zip(nodes, done.statuses, strict=True):
             if status not in STORED:

@@ -485,6 +485,38 @@ def test_a_load_without_an_answer_is_given_up_and_computed() -> None:
     rig.core.close()
 
 
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_transfer_that_hung_says_nothing_of_what_one_costs(way: str) -> None:
+    long = prompt(random.Random(12), PROMPT)
+    rig = Rig(config_of(2 * NEED), [request("old", long, 1), request("now", [*long, 1], 4)])
+    if way == "load":
+        rig.send("old")
+        rig.run()
+        rig.empty_the_device()
+    rig.hanging.hangs, rig.writes.is_halted = way if way == "load" else "", way == "save"
+    rig.send("now")
+    rig.step(round(3 * TIMEOUT_S / STEP_S))
+    rig.end_transfers()
+    swap_s = rig.core.scheduler.transfers.cost.swap_s(1, 1)
+    assert swap_s is None or swap_s < 10 * STEP_S
+    assert rig.ends()["length"] == len(rig.tokens)
+
+
+def test_a_load_that_is_given_up_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    logging.disable(logging.NOTSET)
+    long = prompt(random.Random(13), PROMPT)
+    rig = Rig(config_of(3 * NEED), [request("old", long, 1), request("now", [*long, 1], 4)])
+    rig.send("old")
+    rig.run()
+    rig.empty_the_device()
+    rig.hanging.hangs = "load"
+    rig.send("now")
+    rig.step(round(2 * TIMEOUT_S / STEP_S))
+    said = [record.getMessage() for record in caplog.records if "no answer" in record.getMessage()]
+    assert rig.reasons["now"] == "length" and len(said) == 1
+    assert f"a load of {PROMPT // BLOCK_SIZE} blocks has no answer after 10 s: request now" in said[0]
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-timeout: got"):
