@@ -83,8 +83,7 @@ class EngineConfig:
             if not ok:
                 field = name.lstrip("-").replace("-", "_")
                 raise ConfigError.bad_value(name, getattr(self, field, self.num_blocks), allowed)
-        if not 0 < self.transfer_timeout_s < math.inf:
-            raise ConfigError.bad_value("--kv-transfer-timeout", self.transfer_timeout_s, "more than 0 seconds")
+        check_transfer_timeout(self.transfer_timeout_s)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens >= --max-model-len "
@@ -95,6 +94,12 @@ class EngineConfig:
                 f"--kv-verify shadow needs --max-num-batched-tokens >= --block-size "
                 f"({self.max_num_batched_tokens} < {self.block_size}): it computes whole blocks"
             )
+
+
+def check_transfer_timeout(timeout_s: float) -> None:
+    """Raises ConfigError for what is no time to wait."""
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError.bad_value("--kv-transfer-timeout", timeout_s, "more than 0 seconds")
 
 
 def parse_verify(text: str) -> int:

@@ -22,6 +22,7 @@ from pagetier.engine.config import (
     SCHEDULING_POLICIES,
     SHADOW_ONE_IN,
     TRANSFER_TIMEOUT_S,
+    check_transfer_timeout,
     parse_verify,
 )
 from pagetier.engine.cpu_list import parse_cpus
@@ -53,7 +54,8 @@ WRITE_POLICY_HELP = (
     "are used again), such as nvme=through,redis=second-touch."
 )
 TRANSFER_TIMEOUT_HELP = (
-    "Seconds after which a read or write of a tier is not waited for; who has no room beside its blocks gets 503."
+    "Seconds, more than 0, after which a read or write of a tier is not waited for; who has no room beside its blocks "
+    "gets 503."
 )
 PREEMPTION_HELP = (
     "How a preempted request gets its KV back: recompute, swap (through the KV tiers) or hybrid (what is cheaper here)."
@@ -196,7 +198,7 @@ class ServeFlags:
     ] = None
     kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Host arena, e.g. 4GiB; 0: none.")] = "0"
     kv_write_policy: Annotated[str, tier_option("--kv-write-policy", text=WRITE_POLICY_HELP)] = ""
-    kv_transfer_timeout: Annotated[float, tier_option("--kv-transfer-timeout", text=TRANSFER_TIMEOUT_HELP, min=0)] = (
+    kv_transfer_timeout: Annotated[float, tier_option("--kv-transfer-timeout", text=TRANSFER_TIMEOUT_HELP)] = (
         TRANSFER_TIMEOUT_S
     )
     kv_verify: Annotated[str, tier_option("--kv-verify", text=KV_VERIFY_HELP)] = "checksum"
@@ -264,6 +266,7 @@ def engine_fields(flags: ServeFlags, tiers: TierFlags | None = None) -> dict[str
     parse_cpus(flags.threads_bind)
     hash_named(flags.kv_hash)
     parse_verify(flags.kv_verify)
+    check_transfer_timeout(flags.kv_transfer_timeout)
     return {
         "model": flags.model,
         "dtype": flags.dtype,

@@ -145,6 +145,12 @@ def test_an_empty_secret_is_refused(flag: str, flags: ServeFlags) -> None:
         engine_fields(flags)
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_transfer_timeout_that_is_none_is_refused_before_a_model_is_loaded(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="--kv-transfer-timeout: got .*more than 0 seconds"):
+        engine_fields(ServeFlags(kv_transfer_timeout=timeout_s))
+
+
 def test_a_key_that_is_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--kv-mac-key: got '{tmp_path}'; allowed: "):
         engine_fields(ServeFlags(), TierFlags(kv_mac_key=tmp_path))
