@@ -15,7 +15,7 @@ from pagetier.benchmarks.tiers.media import NvmeMedium
 from pagetier.benchmarks.tiers.opening import fill, opened
 from pagetier.benchmarks.tiers.picture import draw
 from pagetier.benchmarks.tiers.recovery import match_row
-from pagetier.benchmarks.tiers.restart import Restarts, restart_rows
+from pagetier.benchmarks.tiers.restart import Cold, Restarts, restart_rows
 from pagetier.kvstore.block import BlockStatus
 from pagetier.kvstore.errors import TierUnavailable
 from pagetier.kvstore.memory import MemoryTier
@@ -134,9 +134,10 @@ def test_the_picture_has_every_measured_share(tmp_path: Path, blocks: Blocks) ->
 
 
 def test_a_restart_is_judged_by_its_bytes_and_one_step() -> None:
-    found = Restarts(cold_s=8.0, warm_s=(0.2, 0.4, 0.3), bytes_per_s=(2e9, 1e9, 2e9), step_s=0.05, cached_tokens=8_000)
+    cold = Cold(took_s=8.0, step_s=0.05, token_ids=[1])
+    found = Restarts(warm_s=(0.2, 0.4, 0.3), bytes_per_s=(2e9, 1e9, 2e9), step_s=0.05, cached_tokens=8_000)
     assert found.nbytes == 500 * (360 << 10)
-    rows = {row.name: row for row in restart_rows("nvme_8000", 8_000, found, "busy")}
+    rows = {row.name: row for row in restart_rows("nvme", 8_000, cold, found, "busy")}
     assert rows["restart_nvme_8000_vs_bytes"].value == pytest.approx(0.4 / (found.nbytes / 1e9 + 0.05))
     assert not rows["restart_nvme_8000_vs_bytes"].ok
     assert rows["restart_nvme_8000_faster_than_recompute"].value == pytest.approx(8.0 / 0.3)
