@@ -29,7 +29,7 @@ from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.compiled import CompiledModel
 from pagetier.engine.plan import build_batch
 from pagetier.engine.prefill_model import PrefillFit
-from pagetier.engine.runner.model_runner import ModelRunner
+from pagetier.engine.runner.model_runner import Launched, ModelRunner
 from pagetier.kernels.cpu.library import OpKind
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class TimedRunner(ModelRunner):
         self._ended_s = time.perf_counter()
         super().__init__(self._timed_model, pool, threaded=True)
 
-    def _outcome(self, batch: Batch) -> StepResult | BaseException:
+    def _outcome(self, launched: Launched) -> StepResult | BaseException:
         start_s, idle_since_s = time.perf_counter(), self._ended_s
-        outcome = super()._outcome(batch)
+        outcome = super()._outcome(launched)
         self._ended_s = end_s = time.perf_counter()
         seconds, model = self._clock.seconds, self._timed_model
         seconds["idle"] += start_s - idle_since_s
@@ -88,7 +88,7 @@ class _TimedModel:
 
     def __init__(self, model: CompiledModel) -> None:
         self.config, self.device, self.numerics, self.close = model.config, model.device, model.numerics, model.close
-        self.prefill_s = model.prefill_s
+        self.prefill_s, self.prepare = model.prefill_s, model.prepare
         self.is_batch_invariant = model.is_batch_invariant
         self.core_sampler = model.core_sampler
         self._model = model

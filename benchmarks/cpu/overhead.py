@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,10 @@ from pagetier.engine.interpreter import set_for_an_engine
 from pagetier.engine.messages import EngineRequest
 from pagetier.engine.plan import build_batch
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.kvstore.keys import hash_named, root_key
+from pagetier.kvstore.keys import chain_names, hash_named, root_key
 
 MIB = 1 << 20
+BLOCK_SIZE = 16
 
 
 class NullRunner:
@@ -58,9 +60,11 @@ class Crowd:
     makes them, with a clock between the parts."""
 
     def __init__(self, num_running: int, num_waiting: int, policy: str = "fcfs", max_new: int = 2048) -> None:
-        hash_ = hash_named("sha256")
+        self._hash = hash_named("sha256")
+        self._root = root_key(bytes(32), b"", self._hash)
         config = EngineConfig(
             num_blocks=num_running * 32,
+            block_size=BLOCK_SIZE,
             max_model_len=4096,
             max_num_seqs=num_running,
             max_num_batched_tokens=num_running * 64,
@@ -68,23 +72,39 @@ class Crowd:
             scheduling_policy=policy,
         )
         self._runner = NullRunner()
-        self.core = EngineCore(
-            config, self._runner, None, root_of=lambda salt: root_key(bytes(32), salt.encode(), hash_)
-        )
+        self.core = EngineCore(config, self._runner, None, root_of=lambda salt: self._root)
         self._draw = np.random.default_rng(0)
         self._params = SamplingParams(temperature=0.0, max_tokens=max_new, ignore_eos=True)
-        self.add(num_running + num_waiting, "first")
+        self.add(self.arrivals(num_running + num_waiting, "first"))
         for _ in range(4):
             self.step()  # all seats are taken, and two steps are in flight
 
-    def add(self, num_requests: int, name: str) -> None:
-        """Queue requests of 16 to 47 tokens, whose blocks fill up at different steps, of 16 tenants and priorities."""
+    def arrivals(self, num_requests: int, name: str) -> list[EngineRequest]:
+        """Requests of 16 to 47 tokens, whose blocks fill up at different steps, of 16 tenants and priorities, with the
+        keys that the API process hashes."""
+        requests = []
         for index in range(num_requests):
             prompt = tuple(self._draw.integers(0, 49_152, 16 + index % 32).tolist())
-            group = index % 16
-            self.core.add_request(
-                EngineRequest(f"{name}-{index}", prompt, self._params, 0, priority=group, tenant=str(group))
+            names = chain_names(self._root, np.array(prompt, np.uint32), BLOCK_SIZE, hash_=self._hash)
+            keys, group = b"".join(name.key for name in names), index % 16
+            requests.append(
+                EngineRequest(
+                    f"{name}-{index}",
+                    prompt,
+                    self._params,
+                    0,
+                    priority=group,
+                    tenant=str(group),
+                    keys=keys,
+                    root=self._root,
+                )
             )
+        return requests
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        """Queue them."""
+        for request in requests:
+            self.core.add_request(request)
 
     def step(self) -> StepTimes:
         scheduler, config = self.core.scheduler, self.core.config

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as c
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagetier.engine.batch import Batch
-from pagetier.engine.compiled_sampler import CompiledSampler, LogitPeaks
+from pagetier.engine.compiled_sampler import CompiledSampler, SampleCall
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import rope_frequencies
 from pagetier.engine.prefill_model import PrefillModel
 from pagetier.kernels.cpu.library import (
     NUM_COUNTERS,
+    SAMPLE_BLOCK,
     BatchArrays,
     Buffer,
     Dtype,
@@ -42,7 +46,7 @@ class CompiledModel:
     and makes its copies; and the sampler of the same library.
 
     limit: the highest instruction-set level to use. max_tokens: of one batch. Buffers and scratch are made once;
-    nothing is allocated during a step but the logits.
+    nothing is allocated for a step but its logits.
     """
 
     def __init__(
@@ -77,7 +81,8 @@ class CompiledModel:
         self._threads = library.create_threads(num_threads, cpus)
         self._num_threads = self._num_active = num_threads
         self._scratch = aligned_bytes(library.scratch_bytes(self._model, self._threads))
-        self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size, self._peaks)
+        self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size)
+        self._ready: deque[_Ready] = deque()  # batches that wait for the ones before
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -178,8 +183,9 @@ class CompiledModel:
         tied = config.tie_word_embeddings
         head = tensors["model.embed_tokens.weight"] if tied else tensors["lm_head.weight"]
         self._buffers.append(Buffer(0, config.vocab_size, self._max_tokens, int(Dtype.F32), 0))
-        self._peaks = LogitPeaks(self._max_tokens, config.vocab_size)
-        self._gemm(normed, len(self._buffers) - 1, [head], [], per_sample=1, peaks=self._peaks.address)
+        blocks = -(-config.vocab_size // SAMPLE_BLOCK)
+        self._peaks: np.ndarray = np.empty((self._max_tokens, blocks), np.float32)  # of the last step's logits
+        self._gemm(normed, len(self._buffers) - 1, [head], [], per_sample=1, peaks=self._peaks.ctypes.data)
 
     def _make_model(self, pool: DevicePool) -> Model:
         config, shape = self.config, pool.shape
@@ -208,26 +214,46 @@ class CompiledModel:
 
     # ---- running
 
+    def prepare(self, batch: Batch) -> None:
+        """Make ready what of a batch does not wait for the one before. On any thread, one batch after the other."""
+        with contextlib.suppress(Exception):  # whatever is wrong with it: `forward` meets it again, and says so
+            self._ready.append(self._made_ready(batch))
+
+    def _made_ready(self, batch: Batch) -> _Ready:
+        logits = torch.from_numpy(np.empty((len(batch.logits_indices), self.config.vocab_size), np.float32))
+        table = np.ascontiguousarray(batch.block_tables[0])
+        fits = len(batch.samples) == len(logits)  # samples are none of the model's business but here
+        call = self.core_sampler.describe(logits, batch.samples, self._peaks) if fits else None
+        return _Ready(batch, table, _batch_arrays(batch, table), logits, call)
+
+    def _take_ready(self, batch: Batch) -> _Ready:
+        """What was prepared of it; what was before it has failed since."""
+        while self._ready:
+            ready = self._ready.popleft()
+            if ready.batch is batch:
+                return ready
+        return self._made_ready(batch)
+
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Makes the batch's copies, runs its tokens, writes their K and V; float32 logits (num_samples, vocab_size).
 
         Raises ValueError, before anything is copied or computed, when an id or length does not fit.
         """
-        logits: np.ndarray = np.empty((len(batch.logits_indices), self.config.vocab_size), np.float32)
-        self._buffer_array[len(self._buffers) - 1].data = logits.ctypes.data
-        self._buffer_array[len(self._buffers) - 1].max_rows = len(logits)
         ids = token_ids.numpy()
         if ids.dtype != np.int32:  # what does not fit 32 bits stays outside the vocabulary
             ids = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
         ids = np.ascontiguousarray(ids)
-        table = np.ascontiguousarray(batch.block_tables[0])
         self._leave_free(1 if batch.tiers_busy and self._num_threads >= SPARE_FROM else 0)
         before = self.counters.tolist()
         try:
+            ready = self._take_ready(batch)
+            ready.arrays.token_ids = _address("token_ids", ids, batch.num_tokens)
+            self._buffer_array[len(self._buffers) - 1].data = ready.logits.data_ptr()
+            self._buffer_array[len(self._buffers) - 1].max_rows = len(ready.logits)
             error = self._library.step(
                 int(self.isa),
                 c.byref(self._model),
-                c.byref(_batch_arrays(batch, ids, table)),
+                c.byref(ready.arrays),
                 self._threads,
                 self._scratch.ctypes.data,
                 self.counters.ctypes.data,
@@ -239,9 +265,9 @@ class CompiledModel:
         after = self.counters.tolist()
         attention_s = (after[OpKind.ATTENTION] - before[OpKind.ATTENTION]) / 1e9
         self._observe(batch, attention_s, (sum(after) - sum(before)) / 1e9 - attention_s)
-        answer = torch.from_numpy(logits)
-        self._peaks.are_of(answer)
-        return answer
+        if ready.call is not None:
+            self.core_sampler.expect(ready.call)
+        return ready.logits
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
         """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known."""
@@ -273,16 +299,27 @@ class CompiledModel:
             self._threads = 0
 
 
-def _batch_arrays(batch: Batch, ids: np.ndarray, table: np.ndarray) -> BatchArrays:
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A batch as the library takes it, but for its token ids. table: of its only KV group. logits: (num_samples,
+    vocab_size), to be written. call: how tokens are chosen from them."""
+
+    batch: Batch
+    table: np.ndarray
+    arrays: BatchArrays
+    logits: Tensor
+    call: SampleCall | None
+
+
+def _batch_arrays(batch: Batch, table: np.ndarray) -> BatchArrays:
     """Where the batch's values lie. Raises ValueError for an array of another size or type than the library reads."""
-    num_tokens, num_rows, num_samples = len(ids), batch.num_rows, len(batch.logits_indices)
+    num_tokens, num_rows, num_samples = batch.num_tokens, batch.num_rows, len(batch.logits_indices)
     return BatchArrays(
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_samples=num_samples,
         num_copies=len(batch.copies),
         table_stride=table.shape[1],
-        token_ids=ids.ctypes.data,
         positions=_address("positions", batch.positions, num_tokens),
         query_start_loc=_address("query_start_loc", batch.query_start_loc, num_rows + 1),
         seq_lens=_address("seq_lens", batch.seq_lens, num_rows),

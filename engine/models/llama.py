@@ -127,6 +127,9 @@ class Llama:
             down=weights.linear(mlp, ("down_proj",), config.mlp_bias),
         )
 
+    def prepare(self, batch: Batch) -> None:
+        """There is nothing to make ready."""
+
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -42,6 +43,10 @@ class Model(Protocol):
         """The compiled core's `engine.sampler.sample`. Such a model's `forward` also checks the batch and makes its
         copies. None: torch, for which the runner does all three."""
 
+    def prepare(self, batch: Batch) -> None:
+        """Make ready what of a batch does not wait for the one before, which may be running. Called before `forward`,
+        in its order, from another thread if the runner has one. Raises nothing."""
+
     def forward(self, token_ids: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """Runs the batch's tokens, writes their K and V, returns float32 logits (num_samples, vocab_size).
 
@@ -55,6 +60,18 @@ class Model(Protocol):
 
     def close(self) -> None:
         """Let go of threads. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch whose token ids are known but for those at `sourced`, which sample rows `sources` of the batch before
+    yield."""
+
+    batch: Batch
+    token_ids: I32 | I64  # (num_tokens,) its own; int32 for the compiled core
+    tensor: Tensor  # over the same memory
+    sourced: I64
+    sources: I32
 
 
 class ModelRunner:
@@ -71,7 +88,7 @@ class ModelRunner:
         self._paranoid = paranoid
         self._num_outstanding = 0
         self._previous: I64 | None = None  # tokens of the last batch that ran; owner: whoever runs batches
-        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._batches: SimpleQueue[Launched | None] = SimpleQueue()
         self._results: SimpleQueue[StepResult | BaseException] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -88,10 +105,15 @@ class ModelRunner:
         assert not self._closed, "launch after close"
         assert self._num_outstanding < MAX_OUTSTANDING, "more than two batches outstanding"
         self._num_outstanding += 1
+        is_torch = self.model.core_sampler is None
+        token_ids: I32 | I64 = batch.token_ids.astype(np.int64) if is_torch else batch.token_ids.copy()
+        sourced = np.flatnonzero(batch.token_sources >= 0)
+        launched = Launched(batch, token_ids, torch.from_numpy(token_ids), sourced, batch.token_sources[sourced])
+        self.model.prepare(batch)
         if self._thread is None:
-            self._results.put(self._outcome(batch))
+            self._results.put(self._outcome(launched))
         else:
-            self._batches.put(batch)
+            self._batches.put(launched)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched batch. Raises what the batch raised."""
@@ -115,34 +137,45 @@ class ModelRunner:
         self.pool.close()
 
     def _run_batches(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            self._results.put(self._outcome(batch))
+        while (launched := self._batches.get()) is not None:
+            self._results.put(self._outcome(launched))
 
-    def _outcome(self, batch: Batch) -> StepResult | BaseException:
+    def _outcome(self, launched: Launched) -> StepResult | BaseException:
         """The batch's result, or what it raised: an exception must reach `collect`, on whichever thread it was born."""
         try:
-            return self._run(batch)
+            return self._run(launched)
         except Exception as error:
             self._previous = None  # a batch that builds on this one's tokens fails too, instead of using stale ones
             return error
 
-    @torch.inference_mode()
-    def _run(self, batch: Batch) -> StepResult:
-        core_sampler, token_ids = self.model.core_sampler, self._resolve_tokens(batch)
+    def _run(self, launched: Launched) -> StepResult:
+        batch, core_sampler = launched.batch, self.model.core_sampler
+        self._resolve_tokens(launched)
         self._check_unseen(batch)
         if core_sampler is None:
-            self._check_seen(batch, token_ids)
+            tokens, logprobs = self._run_torch(launched)
+        else:  # such a model checks the batch and makes its copies itself
+            self._poison(batch)
+            logits = self.model.forward(launched.tensor, batch, self.pool.tensor)  # (num_samples, vocab_size)
+            tokens, logprobs = core_sampler(logits, batch.samples, self._previous)
+        self._previous = tokens
+        return StepResult(batch.step, tokens, logprobs, self._differing(batch))
+
+    @torch.inference_mode()
+    def _run_torch(self, launched: Launched) -> tuple[I64, tuple[TokenLogprobs | None, ...]]:
+        batch, device = launched.batch, self.model.device
+        self._check_seen(batch, launched.token_ids)
+        self._poison(batch)
+        self.pool.copy_slots(batch.copies)
+        logits = self.model.forward(launched.tensor.to(device), batch, self.pool.tensor)  # (num_samples, vocab_size)
+        tokens, logprobs = sample(logits, batch.samples, self._previous)
+        if device.type == "cuda":  # a batch without samples, a chunk of a prompt, has waited for nothing yet
+            torch.cuda.current_stream(device).synchronize()
+        return tokens, logprobs
+
+    def _poison(self, batch: Batch) -> None:
         if self._paranoid:
             self.pool.poison(batch.fresh_blocks.tolist())
-        if core_sampler is None:
-            self.pool.copy_slots(batch.copies)
-        on_device = torch.from_numpy(token_ids).to(self.model.device)  # (num_tokens,)
-        logits = self.model.forward(on_device, batch, self.pool.tensor)  # (num_samples, vocab_size)
-        tokens, logprobs = (core_sampler or sample)(logits, batch.samples, self._previous)
-        self._previous = tokens
-        if self.model.device.type == "cuda":  # a batch without samples, a chunk of a prompt, has waited for nothing yet
-            torch.cuda.current_stream(self.model.device).synchronize()
-        return StepResult(batch.step, tokens, logprobs, self._differing(batch))
 
     def _differing(self, batch: Batch) -> tuple[int, ...]:
         if not len(batch.compares):
@@ -150,16 +183,12 @@ class ModelRunner:
         tolerance = 0.0 if self.model.is_batch_invariant else SHADOW_TOLERANCE[self.pool.tensor.dtype]
         return tuple(a for a, b in batch.compares.tolist() if self.pool.differ(a, b, tolerance))
 
-    def _resolve_tokens(self, batch: Batch) -> I32 | I64:
-        """(num_tokens,) ids, those sampled by the previous batch filled in; int32 for the compiled core."""
-        is_torch = self.model.core_sampler is None
-        token_ids: I32 | I64 = batch.token_ids.astype(np.int64) if is_torch else batch.token_ids.copy()
-        sourced = np.flatnonzero(batch.token_sources >= 0)
-        if len(sourced):
+    def _resolve_tokens(self, launched: Launched) -> None:
+        """Fill in the ids that the previous batch sampled."""
+        if len(launched.sourced):
             if self._previous is None:
-                raise RuntimeError(f"step {batch.step} continues tokens of a previous batch, which has none")
-            token_ids[sourced] = self._previous[batch.token_sources[sourced]]
-        return token_ids
+                raise RuntimeError(f"step {launched.batch.step} continues tokens of a previous batch, which has none")
+            launched.token_ids[launched.sourced] = self._previous[launched.sources]
 
     def _check_unseen(self, batch: Batch) -> None:
         """Refuse what no model looks at."""

@@ -18,9 +18,10 @@ from pagetier.benchmarks.profile import draw as draw_profile
 from pagetier.benchmarks.report import Report, Row
 from pagetier.benchmarks.rig import Setup, Weights, open_rig
 from pagetier.benchmarks.workload import VOCAB_SIZE, Request, Workload, decode
-from pagetier.engine.batch import Batch, StepResult
+from pagetier.engine.batch import StepResult
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.compiled import CompiledModel
+from pagetier.engine.runner.model_runner import Launched
 from pagetier.kernels.cpu.library import OpKind
 from tests.kernels.cpu.tiny_models import random_tensors, tiny_config
 
@@ -82,10 +83,10 @@ class Witnessed(TimedRunner):
         self.gained_and_passed: list[tuple[float, float]] = []
         super().__init__(model, pool, clock)
 
-    def _outcome(self, batch: Batch) -> StepResult | BaseException:
+    def _outcome(self, launched: Launched) -> StepResult | BaseException:
         seconds, since_s = self._clock.seconds, self._ended_s
         before_s = sum(seconds[part] for part in RUNNER_PARTS)
-        outcome = super()._outcome(batch)
+        outcome = super()._outcome(launched)
         if self._clock.seconds is seconds:
             gained_s = sum(seconds[part] for part in RUNNER_PARTS) - before_s
             self.gained_and_passed.append((gained_s, self._ended_s - since_s))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetier.engine.batch import SampleRow
-from pagetier.engine.compiled_sampler import CompiledSampler, LogitPeaks
+from pagetier.engine.compiled_sampler import CompiledSampler
 from pagetier.engine.sampler import sample
 from pagetier.engine.sampling_params import SamplingParams
 from tests.kernels.cpu.sample_calls import peaks_of
@@ -24,10 +23,10 @@ PREVIOUS = np.array([3, 77, 149], np.int64)
 
 
 @contextmanager
-def compiled_sampler(peaks: LogitPeaks | None = None) -> Iterator[CompiledSampler]:
+def compiled_sampler() -> Iterator[CompiledSampler]:
     threads = library().create_threads(2)
     try:
-        yield CompiledSampler(library(), library().best_isa(), threads, VOCAB, peaks)
+        yield CompiledSampler(library(), library().best_isa(), threads, VOCAB)
     finally:
         library().destroy_threads(threads)
 
@@ -63,26 +62,21 @@ def sample_rows(draw: st.DrawFn) -> SampleRow:
     )
 
 
-def known_peaks(logits: torch.Tensor) -> LogitPeaks:
-    """As a step leaves them."""
-    peaks, values = LogitPeaks(6, VOCAB), peaks_of(logits.numpy())  # (num_rows, blocks)
-    ctypes.memmove(peaks.address, values.ctypes.data, values.nbytes)
-    peaks.are_of(logits)
-    return peaks
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.lists(sample_rows(), max_size=6), seed=st.integers(0, 1 << 32), known=st.sampled_from(["", "own", "others"])
+    rows=st.lists(sample_rows(), max_size=6), seed=st.integers(0, 1 << 32), told=st.sampled_from(["", "own", "others"])
 )
-def test_it_chooses_and_tells_as_the_reference_does(rows: list[SampleRow], seed: int, known: str) -> None:
-    """With the peaks of these logits at hand, or with those of other ones."""
+def test_it_chooses_and_tells_as_the_reference_does(rows: list[SampleRow], seed: int, told: str) -> None:
+    """Described beforehand with their peaks, or other logits were, whose choice never came."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB, generator=generator) * 3  # (num_rows, VOCAB)
     before = logits.clone()
     other = torch.zeros(len(rows), VOCAB)
-    peaks = known_peaks(other if known == "others" else logits) if known else None
-    with compiled_sampler(peaks) as core:
+    with compiled_sampler() as core:
+        if told:
+            described = other if told == "others" else logits
+            peaks = peaks_of(described.numpy())  # (num_rows, blocks)
+            core.expect(core.describe(described, rows, peaks))
         tokens, logprobs = core(logits, rows, PREVIOUS)
     expected_tokens, expected = sample(logits, rows, PREVIOUS)
     assert tokens.dtype == np.int64

@@ -242,6 +242,9 @@ class SlowToWrite:
         self.is_batch_invariant = False
         self.core_sampler = None
 
+    def prepare(self, batch: Batch) -> None:
+        pass
+
     def forward(self, token_ids: torch.Tensor, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         untyped: Any = torch.cuda
         untyped._sleep(500_000_000)  # cycles: some 0.3 s
@@ -271,3 +274,22 @@ def test_what_is_collected_is_in_the_pool_even_without_samples(threaded: bool) -
         torch.cuda.current_stream().synchronize()
     runner.close()
     assert bool((saved == 1.0).all())
+
+
+def test_a_batch_that_was_made_ready_and_never_ran_is_forgotten() -> None:
+    """What was made ready counts for that very batch alone."""
+    built, static = case(), StaticRows(NUM_BLOCKS, BLOCK_SIZE)
+    pool = DevicePool(PoolShape.of(built.config, NUM_BLOCKS, BLOCK_SIZE), torch.float32)
+    model = model_of(built, "compiled", pool)
+    first = static.batch([(static.add([1, 2, 3]), 3)])
+    second = static.batch([(static.add([4, 5]), 2)])
+    try:
+        for batch in (first, second):
+            model.prepare(batch)
+        for batch, ids in ((second, [4, 5]), (first, [1, 2, 3]), (second, [4, 5])):
+            logits = model.forward(torch.from_numpy(batch.token_ids), batch, pool.tensor)
+            torch.testing.assert_close(logits[0], built.logits(ids)[-1], atol=5e-4, rtol=0)
+        model.prepare(dataclasses.replace(first, positions=first.positions[:1]))  # what does not fit raises later
+    finally:
+        model.close()
+        pool.close()
