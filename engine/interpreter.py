@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0002  # the runner's thread comes out of a kernel to find planning at work: 5 ms is half a step
-GC_THRESHOLDS = (50_000, 20, 50)
+GC_THRESHOLDS = (1_000_000, 20, 50)  # objects more than before: some 100,000 waiting requests. A collection of 50,000
+# takes 20 ms, and in a growing queue finds nothing
+MIN_COLLECTED = 20_000  # objects, below which a process at rest is left alone
 
 
 def switch_often() -> None:
@@ -22,6 +24,13 @@ def calm_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def collect_at_rest() -> None:
+    """To be called when there is nothing to do: what went in circles goes now, since under load the collector hardly
+    ever runs."""
+    if gc.get_count()[0] >= MIN_COLLECTED:
+        gc.collect()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 import zmq
 
 from pagetier.engine.inspection import Report
-from pagetier.engine.interpreter import calm_the_collector, switch_often
+from pagetier.engine.interpreter import calm_the_collector, collect_at_rest, switch_often
 from pagetier.engine.messages import EngineRequest, TokenOutput
 from pagetier.engine.server import wire
 from pagetier.kvstore.errors import ConfigError, PagetierError, ProtocolError
@@ -178,7 +178,8 @@ class EngineLoop:
         self._link.send(self._engine.ready)
         while not self._done():
             self._wait()
-            self._drain()
+            if not self._drain() and not self._core.has_work():
+                collect_at_rest()
             self._step()
             self._tell()
         self._leave()
@@ -220,11 +221,12 @@ class EngineLoop:
         self._running_end_s = now = time.monotonic()
         self._end_s = now + timeout_s
 
-    def _drain(self) -> None:
-        for _ in range(MAX_DRAIN):
+    def _drain(self) -> bool:
+        """Take in what was sent; whether there was something."""
+        for number in range(MAX_DRAIN):
             message = self._link.take()
             if message is None:
-                return
+                return number > 0
             match message:
                 case wire.Submit(request):
                     self._submit(request)
@@ -245,6 +247,7 @@ class EngineLoop:
                     self._end_by(timeout_s)
                 case _:
                     logger.warning("dropped a message to the engine: unexpected %s", type(message).__name__)
+        return True
 
     def _report(self, ticket: int, fields: dict[str, Any], error: PagetierError | None) -> None:
         """Any thread: the answer to a question."""

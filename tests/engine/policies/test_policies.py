@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetier.engine.messages import EngineRequest
-from pagetier.engine.policies.base import Policy
+from pagetier.engine.policies.base import MAX_FEW, Policy
 from pagetier.engine.policies.fair import Fair
 from pagetier.engine.policies.lpm import MAX_PASSED, WINDOW, LongestPrefix
 from pagetier.engine.policies.make import POLICIES
@@ -77,6 +77,31 @@ def test_candidates_may_end_as_they_come(name: str) -> None:
         policy.finish(one)
         ended.add(one)
     assert ended == requests and len(policy) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_a_long_queue_that_changes_is_walked_in_order(name: str, seed: int) -> None:
+    """Who waits from the beginning to its turn comes once, whoever leaves, arrives or is sent back meanwhile."""
+    draw, policy = random.Random(f"{name}-{seed}"), POLICIES[name](PrefixIndex(4))
+    waiting = [request(order, priority=draw.randrange(4)) for order in range(draw.choice([1, MAX_FEW, 5 * MAX_FEW]))]
+    for each in draw.sample(waiting, len(waiting)):
+        policy.push(each)
+    never_left, came, num_new = set(waiting), [], len(waiting)
+    for each in policy.candidates():
+        came.append(each)
+        if draw.random() < 0.5:
+            gone = draw.choice([each, *waiting[-3:]])
+            if gone in policy:
+                policy.remove(gone)
+                never_left.discard(gone)
+                if draw.random() < 0.3:
+                    policy.push(gone)
+        if draw.random() < 0.2:
+            num_new += 1
+            policy.push(request(num_new, priority=draw.randrange(4)))
+    assert [each for each in came if each in never_left] == sorted(never_left, key=policy.rank)
+    assert [policy.rank(each) for each in came] == sorted(map(policy.rank, came))
 
 
 @pytest.mark.parametrize("name", POLICIES)

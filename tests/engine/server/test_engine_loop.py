@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, cast
 
 import pytest
 
+from pagetier.engine.interpreter import MIN_COLLECTED, calm_the_collector
 from pagetier.engine.server.engine_process import STALL_POLL_MS, EngineLink, EngineLoop, ServedEngine
 from pagetier.engine.server.wire import Ready
 
@@ -57,3 +60,37 @@ def test_it_waits_between_steps_exactly_while_the_core_waits_for_a_tier(waits_fo
     loop.run()
     loop.close()
     assert link.waits_ms == [0, *[STALL_POLL_MS if waits_for_store else 0] * 3]
+
+
+class Ring:
+    """Refers to itself, so that only the collector ends it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_what_goes_in_circles_goes_once_there_is_nothing_to_do(num_steps: int) -> None:
+    """And not while there is: a walk through all waiting requests would be the longest part of a step."""
+    core, link = Waiting(waits_for_store=False), Silent()
+    core.num_steps = 4 - num_steps
+    engine = ServedEngine(cast(Any, core), cast(Ready, None), close=lambda _: None, set_weights_version=str.encode)
+    loop = EngineLoop(engine, cast(EngineLink, link), shutdown_timeout_s=0.0, lifeline=None)
+    thresholds = gc.get_threshold()
+    try:
+        calm_the_collector()
+        kept = [Ring() for _ in range(MIN_COLLECTED)]
+        dead = weakref.ref(kept.pop(0))
+        seen: list[bool] = []
+
+        def end() -> None:
+            seen.append(dead() is None)
+            loop.begin_drain()
+
+        link.end = end  # type: ignore[method-assign]
+        loop.run()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        loop.close()
+    assert seen == [num_steps == 0]
