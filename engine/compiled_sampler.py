@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,18 +10,49 @@ from torch import Tensor
 
 from pagetier.engine.batch import I64, SampleRow, TokenLogprobs
 from pagetier.engine.sampler import adjust, is_adjusted
-from pagetier.kernels.cpu.library import SAMPLE_ROW, Isa, Library, aligned_bytes
+from pagetier.kernels.cpu.library import SAMPLE_BLOCK, SAMPLE_ROW, Isa, Library, aligned_bytes
+
+
+class LogitPeaks:
+    """The greatest of each SAMPLE_BLOCK logits of a row, which a step finds as it computes them, and of which tensor
+    they are: a choice then need not read all logits again."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self._row_nbytes = 4 * -(-vocab_size // SAMPLE_BLOCK)
+        self._values = aligned_bytes(max_rows * self._row_nbytes)
+        self._logits: weakref.ref[Tensor] | None = None
+
+    @property
+    def address(self) -> int:
+        """Where they are written."""
+        return self._values.ctypes.data
+
+    def are_of(self, logits: Tensor) -> None:
+        """They are now those of this tensor, which nobody changes from here on."""
+        self._logits = weakref.ref(logits)
+
+    def rows_of(self, logits: Tensor) -> np.ndarray | None:
+        """(num_rows,) where each row of `logits` has its own; None when they are another tensor's."""
+        if self._logits is None or self._logits() is not logits:
+            return None
+        return np.uintp(self.address) + np.arange(len(logits), dtype=np.uintp) * np.uintp(self._row_nbytes)
 
 
 class CompiledSampler:
     """Chooses as the reference does, to the token. What changes logits before temperature is done here, in torch; the
-    rest is one call of the library, rows side by side on `threads`. Called from one thread."""
+    rest is one call of the library, rows side by side on `threads`. Called from one thread.
 
-    def __init__(self, library: Library, isa: Isa, threads: int, vocab_size: int) -> None:
+    peaks: of the logits that the same library computes.
+    """
+
+    def __init__(
+        self, library: Library, isa: Isa, threads: int, vocab_size: int, peaks: LogitPeaks | None = None
+    ) -> None:
         self._library = library
         self._isa = isa
         self._threads = threads
         self._vocab_size = vocab_size
+        self._peaks = peaks
         self._scratch = aligned_bytes(library.sample_scratch_bytes(vocab_size, threads))
 
     def __call__(
@@ -31,6 +63,9 @@ class CompiledSampler:
         asked = np.zeros(len(rows), SAMPLE_ROW)
         asked["top_p"] = 1.0
         asked["logits"] = logits.data_ptr() + np.arange(len(rows), dtype=np.uintp) * np.uintp(4 * self._vocab_size)
+        peaks = None if self._peaks is None else self._peaks.rows_of(logits)
+        if peaks is not None:
+            asked["peaks"] = peaks
         others = [index for index, row in enumerate(rows) if not row.is_plain]
         adjusted = _point_to_adjusted(asked, logits, rows, others, previous)
         self._describe_draws(asked, rows, others)
@@ -81,6 +116,6 @@ def _point_to_adjusted(
         if is_adjusted(row):
             own = logits[index].clone()  # (vocab_size,)
             adjust(own, row, previous)
-            asked["logits"][index] = own.data_ptr()
+            asked["logits"][index], asked["peaks"][index] = own.data_ptr(), 0
             kept.append(own)
     return kept

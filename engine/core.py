@@ -179,7 +179,7 @@ class EngineCore:
         return self._is_stalled
 
     def stats(self) -> dict[str, Any]:
-        """`lookup`, `tiers`, `preemptions` and `harmful_hits` of `GET /stats`, and `requests` by state."""
+        """`lookup`, `tiers`, `preemptions` and the counts of `GET /stats`, and `requests` by state."""
         scheduler, preemption = self.scheduler, self.scheduler.preemption
         tiers = {"device": self._device_stats()}
         tiers.update(self._connector.stats() if self._connector is not None else {})
@@ -201,6 +201,7 @@ class EngineCore:
             },
             "waiting": count_reasons(scheduler.queues),
             "harmful_hits": scheduler.transfers.num_harmful,
+            "given_up_loads": scheduler.transfers.num_given_up,
             "verify": scheduler.shadow.as_dict(),
             "block_size": self.config.block_size,
             "residency": scheduler.index.residency.as_dict(),

@@ -116,6 +116,7 @@ class _EngineCollector(Collector):
         yield from self._verify(self.stats["verify"])
         yield from self._residency(self.stats["residency"])
         yield self._count("pagetier_harmful_hits", "Loads slower than recompute", self.stats["harmful_hits"])
+        yield self._count("pagetier_given_up_loads", "Loads without an answer in time", self.stats["given_up_loads"])
 
     def _requests(self, requests: Mapping[str, int]) -> Iterable[Metric]:
         waiting = requests.get("waiting", 0) + requests.get("loading", 0)

@@ -47,6 +47,11 @@ class RestoreCost:
         """A save likewise."""
         self._saves.add(num_blocks, elapsed_s)
 
+    def num_saved_in(self, seconds: float) -> int | None:
+        """Blocks that saves write in that time; None: not known yet."""
+        per_block_s = self._saves.per_block_s
+        return int(seconds / per_block_s) if per_block_s else None
+
     def recompute_s(self, num_tokens: int, context: int = 0) -> float | None:
         """Seconds of prefill after `context` tokens; None: not known yet."""
         return None if self.prefill_s is None else self.prefill_s(num_tokens, context)

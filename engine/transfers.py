@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 2.0  # a transfer under way for longer may be stuck: who needs a block no longer counts on its blocks
 SAVED_SHARE = 1 / 8  # of the device pool, the most that saves under way hold; the rest is for those who need blocks
 MIN_SAVED_BLOCKS = 64  # two steps of a prefill; of a small pool at most half
+SAVED_TIME = 1 / 4  # of the transfer timeout, the most that saves under way may take as fast as they have been
 STORED = (BlockStatus.OK, BlockStatus.EXISTS)
 NOT_WRITTEN = (BlockStatus.EXISTS, BlockStatus.DROPPED)
 
@@ -55,7 +56,8 @@ class Transfers:
     """Owner: core thread. `connector` None: there are no lower tiers and nothing ever is in transfer.
 
     cost: is told how long each load and save took. timeout_s: a load that has no answer by then is given up.
-    num_harmful: loads that served a request, and took longer than it would have taken to compute what they brought.
+    num_given_up: such loads. num_harmful: loads that served a request, and took longer than it would have taken to
+    compute what they brought.
     """
 
     def __init__(
@@ -73,14 +75,15 @@ class Transfers:
         self._started_s: dict[int, float] = {}  # of every load and save under way, oldest first
         self._late_s: dict[int, float] = {}  # when loads were answered whose last bytes are yet to land, oldest first
         self._first: dict[int, BlockName] = {}  # of every load under way
-        self.num_harmful = 0
+        self.num_harmful = self.num_given_up = 0
         self._lookups: dict[int, Request] = {}
         self._tickets: set[int] = set()
         self._loads: dict[int, Request | None] = {}  # None: the request is gone
         self._destinations: dict[int, list[int]] = {}
         self._saves: dict[int, list[Node]] = {}
         self._num_saving = 0  # blocks in all of them
-        self._max_saving = max(int(SAVED_SHARE * pool.num_blocks), min(MIN_SAVED_BLOCKS, -(-pool.num_blocks // 2)))
+        self._min_saving = min(MIN_SAVED_BLOCKS, -(-pool.num_blocks // 2))
+        self._max_saving = max(int(SAVED_SHARE * pool.num_blocks), self._min_saving)
         self._swaps: dict[Request, _Swap] = {}
         self._early: list[Completion] = []  # came with lookups, before they may be taken in
 
@@ -147,8 +150,11 @@ class Transfers:
 
     @property
     def save_room(self) -> int:
-        """Blocks that may be saved besides those under way."""
-        return max(0, self._max_saving - self._num_saving)
+        """Blocks that may be saved besides those under way: of a slow tier no more than it soon has written, so that it
+        is not taken for one that hangs."""
+        in_time = self.cost.num_saved_in(SAVED_TIME * self._timeout_s)
+        most = self._max_saving if in_time is None else min(self._max_saving, max(self._min_saving, in_time))
+        return max(0, most - self._num_saving)
 
     def swap_out(self, request: Request, tip: Node, num_blocks: int) -> int:
         """Give the lower tiers what they do not have of a preempted request's chain, which ends in `tip`, as far as
@@ -235,6 +241,7 @@ class Transfers:
                     self._clock() - self._started_s[job],
                     request.request_id,
                 )
+                self.num_given_up += 1
                 given_up.append(Loaded(request, (), quiesced=False))
         return given_up
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagetier.engine.batch import Batch
-from pagetier.engine.compiled_sampler import CompiledSampler
+from pagetier.engine.compiled_sampler import CompiledSampler, LogitPeaks
 from pagetier.engine.device_pool import DevicePool
 from pagetier.engine.models.config import ModelConfig
 from pagetier.engine.models.llama import rope_frequencies
@@ -77,7 +77,7 @@ class CompiledModel:
         self._threads = library.create_threads(num_threads, cpus)
         self._num_threads = self._num_active = num_threads
         self._scratch = aligned_bytes(library.scratch_bytes(self._model, self._threads))
-        self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size)
+        self.core_sampler = CompiledSampler(library, self.isa, self._threads, config.vocab_size, self._peaks)
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -178,7 +178,8 @@ class CompiledModel:
         tied = config.tie_word_embeddings
         head = tensors["model.embed_tokens.weight"] if tied else tensors["lm_head.weight"]
         self._buffers.append(Buffer(0, config.vocab_size, self._max_tokens, int(Dtype.F32), 0))
-        self._gemm(normed, len(self._buffers) - 1, [head], [], per_sample=1)
+        self._peaks = LogitPeaks(self._max_tokens, config.vocab_size)
+        self._gemm(normed, len(self._buffers) - 1, [head], [], per_sample=1, peaks=self._peaks.address)
 
     def _make_model(self, pool: DevicePool) -> Model:
         config, shape = self.config, pool.shape
@@ -238,7 +239,9 @@ class CompiledModel:
         after = self.counters.tolist()
         attention_s = (after[OpKind.ATTENTION] - before[OpKind.ATTENTION]) / 1e9
         self._observe(batch, attention_s, (sum(after) - sum(before)) / 1e9 - attention_s)
-        return torch.from_numpy(logits)
+        answer = torch.from_numpy(logits)
+        self._peaks.are_of(answer)
+        return answer
 
     def prefill_s(self, num_new: int, context: int) -> float | None:
         """Seconds that the prefill of `num_new` tokens after `context` known ones takes; None: not known."""

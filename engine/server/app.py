@@ -244,6 +244,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
                 "preemptions": counters["preemptions"],
                 "resumptions": counters["resumptions"],
                 "harmful_hits": counters["harmful_hits"],
+                "given_up_loads": counters["given_up_loads"],
                 "verify": counters["verify"],
             }
         )

@@ -133,7 +133,8 @@ static int32_t op_fits(const pt_kernels *kernels, const pt_model *m, const pt_op
     case PT_OP_GEMM: /* rows are read in pairs of values */
         return holds(m, op->in, op->k + (m->dtype == PT_BF16 ? op->k % 2 : 0), m->dtype) &&
                holds(m, op->out, op->n, op->accumulate ? PT_F32 : -1) &&
-               (!op->gated || (gates(kernels, m->dtype) && !op->accumulate));
+               (!op->gated || (gates(kernels, m->dtype) && !op->accumulate)) &&
+               (op->peaks == NULL || (!op->gated && holds(m, op->out, op->n, PT_F32)));
     case PT_OP_HEAD_NORM:
     case PT_OP_ROPE_KV: return holds(m, op->out, qkv, PT_F32);
     case PT_OP_ATTENTION: return holds(m, op->in, qkv, PT_F32) && holds(m, op->out, q, m->dtype);
@@ -276,6 +277,14 @@ static int64_t num_panels(const run *r) {
     return pt_ceil(r->gemm.n, r->gemm.gated ? r->kernels->panel / 2 : r->kernels->panel);
 }
 
+/* Of what a task has just written, while it is in a cache. */
+static void find_peaks(const run *r, int64_t first, int64_t end, int64_t row, int64_t num_rows) {
+    const int64_t blocks = pt_ceil(r->gemm.n, PT_SAMPLE_BLOCK);
+    for (int64_t i = row; i < row + num_rows; i++)
+        r->kernels->peaks((const float *)r->gemm.out + i * r->gemm.ldo + first, end - first,
+                          r->op->peaks + i * blocks + first / PT_SAMPLE_BLOCK);
+}
+
 static void run_gemm_task(void *arg, int64_t task, int32_t worker) {
     (void)worker;
     const run *r = arg;
@@ -284,8 +293,12 @@ static void run_gemm_task(void *arg, int64_t task, int32_t worker) {
     const int64_t first_panel = task / row_tasks * r->panels_per_task, row = task % row_tasks * r->rows_per_task;
     void (*gemm)(const pt_gemm *, int64_t, int64_t, int64_t, int64_t) =
         r->model->dtype == PT_BF16 ? r->kernels->gemm_bf16 : r->kernels->gemm_f32;
-    gemm(&r->gemm, first_panel, pt_min(r->panels_per_task, panels - first_panel), row,
-         pt_min(r->rows_per_task, r->gemm.m - row));
+    const int64_t num_rows = pt_min(r->rows_per_task, r->gemm.m - row);
+    gemm(&r->gemm, first_panel, pt_min(r->panels_per_task, panels - first_panel), row, num_rows);
+    if (r->op->peaks != NULL) {
+        const int64_t first = first_panel * r->kernels->panel;
+        find_peaks(r, first, pt_min(r->gemm.n, first + r->panels_per_task * r->kernels->panel), row, num_rows);
+    }
 }
 
 static void run_gemm(run *r, int64_t rows) {
@@ -300,6 +313,10 @@ static void run_gemm(run *r, int64_t rows) {
     /* Even counts, for the kernels that take two or four panels; some eight tasks a worker, to even out the ends. */
     int64_t share = panels * row_tasks / (workers * 8);
     r->panels_per_task = pt_max(2, pt_min(16, share / 4 * 4));
+    if (op->peaks != NULL) {
+        const int64_t per_block = PT_SAMPLE_BLOCK / r->kernels->panel;
+        r->panels_per_task = pt_ceil(r->panels_per_task, per_block) * per_block;
+    }
     pt_parallel(r->threads, run_gemm_task, r, pt_ceil(panels, r->panels_per_task) * row_tasks);
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 NUM_COUNTERS = 10
 
 
@@ -54,6 +54,7 @@ class Op(c.Structure):
         ("reserved", c.c_int32),
         ("weight", c.c_void_p),
         ("bias", c.c_void_p),
+        ("peaks", c.c_void_p),
     ]
 
 
@@ -113,6 +114,7 @@ SAMPLE_ROW = np.dtype(
     [
         ("logits", np.uintp),
         ("raw", np.uintp),
+        ("peaks", np.uintp),
         ("number", np.float64),
         ("temperature", np.float64),
         ("min_p", np.float64),
@@ -127,6 +129,8 @@ SAMPLE_ROW = np.dtype(
         ("top_logprobs", np.uintp),
     ]
 )
+
+SAMPLE_BLOCK = 64  # logits whose greatest is told apart
 
 # pt_copied, for arrays of them.
 COPIED = np.dtype([("from", np.uintp), ("to", np.uintp), ("nbytes", np.int64)])

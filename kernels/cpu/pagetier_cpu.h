@@ -13,7 +13,9 @@
 #include <stdint.h>
 
 #define PT_API __attribute__((visibility("default")))
-#define PT_ABI_VERSION 6
+#define PT_ABI_VERSION 7
+
+#define PT_SAMPLE_BLOCK 64 /* logits whose peak, the greatest of them or NaN where one is, is told apart */
 
 enum pt_dtype { PT_F32 = 0, PT_BF16 = 1 };
 
@@ -44,6 +46,7 @@ typedef struct {
     int32_t reserved;
     const void *weight;
     const void *bias;
+    float *peaks;       /* gemm: (rows of out, n / PT_SAMPLE_BLOCK, rounded up) for pt_sample; NULL: not wanted */
 } pt_op;
 
 /* A row buffer: max_rows rows of `width` values, `stride` values apart. Activations that feed a GEMM have the compute
@@ -127,6 +130,7 @@ PT_API void pt_uniforms(const uint64_t *seeds, const uint32_t *choices, const ui
 typedef struct {
     const float *logits; /* (vocab_size) to choose from */
     const float *raw;    /* (vocab_size) that log-probabilities are told of; NULL: none are */
+    const float *peaks;  /* (vocab_size / PT_SAMPLE_BLOCK, rounded up) of logits, as a GEMM told them; NULL: found here */
     double number;       /* in [0, 1): where in the distribution to draw; counts to 52 bits */
     double temperature;  /* 0: the best token, of equal ones the lowest id */
     double min_p, top_p; /* 0 and 1: all tokens */

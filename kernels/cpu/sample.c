@@ -18,6 +18,7 @@
 typedef struct {
     const pt_kernels *kernels;
     const float *logits;
+    const float *known; /* their peaks, NULL: yet to be found */
     int64_t vocab_size, num_blocks;
     float peak, temperature;
     float *peaks;    /* (num_blocks) of logits, after `begin` of scaled ones */
@@ -210,7 +211,10 @@ static int64_t first_of(const float *block, float peak) {
 
 /* Finds the peak: the greatest logit, or NaN where there is one. The lowest id that has it. */
 static int32_t find_peak(search *s) {
-    s->kernels->peaks(s->logits, s->vocab_size, s->peaks);
+    if (s->known != NULL)
+        memcpy(s->peaks, s->known, (size_t)s->num_blocks * sizeof(float));
+    else
+        s->kernels->peaks(s->logits, s->vocab_size, s->peaks);
     s->kernels->peaks(s->peaks, s->num_blocks, s->summits);
     s->peak = s->summits[0];
     for (int64_t i = 1; i < pt_ceil(s->num_blocks, PT_SAMPLE_BLOCK); i++)
@@ -250,6 +254,7 @@ static void list_top(search *s, double log_total, pt_sample_row *row) {
 
 /* Log-probabilities by row->raw; NaN where it has no distribution. */
 static void report(search *s, pt_sample_row *row) {
+    s->known = row->raw == row->logits ? row->peaks : NULL;
     s->logits = row->raw;
     find_peak(s);
     row->rank = isfinite(s->peak) ? rank_of(s, row->token) : 1;
@@ -268,7 +273,7 @@ static void report(search *s, pt_sample_row *row) {
 static void sample_row(void *arg, int64_t task, int32_t worker) {
     const sampling *all = arg;
     pt_sample_row *row = &all->rows[task];
-    search s = {.kernels = all->kernels, .logits = row->logits, .vocab_size = all->vocab_size};
+    search s = {.kernels = all->kernels, .logits = row->logits, .known = row->peaks, .vocab_size = all->vocab_size};
     lay_out(all->vocab_size, all->scratch + (size_t)worker * all->worker_bytes, &s);
     row->token = find_peak(&s);
     if (row->temperature > 0.0 && isfinite(s.peak)) row->token = draw(&s, row);

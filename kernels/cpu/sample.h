@@ -8,7 +8,6 @@
 
 #include "internal.h"
 
-#define PT_SAMPLE_BLOCK 64
 #define PT_SAMPLE_UNIT_BITS 43
 #define PT_SAMPLE_MAX_VOCAB ((1 << 20) - 1) /* the most weights whose sum fits 63 bits */
 

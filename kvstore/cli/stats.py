@@ -214,7 +214,7 @@ def _table(one: dict[str, Any], change: Change | None = None) -> Table:
         caption=(
             f"{lookup['hit_tokens']:,} of {lookup['lookup_tokens']:,} lookup tokens were hits; "
             f"preemptions {sum(one['preemptions'].values())}, harmful hits {one['harmful_hits']}"
-            f"{_verified(one.get('verify', {}))}"
+            f"{_given_up(one.get('given_up_loads', 0))}{_verified(one.get('verify', {}))}"
         ),
         show_footer=True,
     )
@@ -239,6 +239,11 @@ def _table(one: dict[str, Any], change: Change | None = None) -> Table:
             _state(tier),
         )
     return table
+
+
+def _given_up(num_loads: int) -> str:
+    """Loads that a tier never answered, when there were any."""
+    return f", loads given up {num_loads:,}" if num_loads else ""
 
 
 def _verified(verify: dict[str, int]) -> str:

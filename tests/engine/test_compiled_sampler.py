@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetier.engine.batch import SampleRow
-from pagetier.engine.compiled_sampler import CompiledSampler
+from pagetier.engine.compiled_sampler import CompiledSampler, LogitPeaks
 from pagetier.engine.sampler import sample
 from pagetier.engine.sampling_params import SamplingParams
+from tests.kernels.cpu.sample_calls import peaks_of
 from tests.kernels.cpu.tiny_models import library
 
 VOCAB = 150
@@ -22,10 +24,10 @@ PREVIOUS = np.array([3, 77, 149], np.int64)
 
 
 @contextmanager
-def compiled_sampler(vocab_size: int = VOCAB) -> Iterator[CompiledSampler]:
+def compiled_sampler(peaks: LogitPeaks | None = None) -> Iterator[CompiledSampler]:
     threads = library().create_threads(2)
     try:
-        yield CompiledSampler(library(), library().best_isa(), threads, vocab_size)
+        yield CompiledSampler(library(), library().best_isa(), threads, VOCAB, peaks)
     finally:
         library().destroy_threads(threads)
 
@@ -61,13 +63,26 @@ def sample_rows(draw: st.DrawFn) -> SampleRow:
     )
 
 
+def known_peaks(logits: torch.Tensor) -> LogitPeaks:
+    """As a step leaves them."""
+    peaks, values = LogitPeaks(6, VOCAB), peaks_of(logits.numpy())  # (num_rows, blocks)
+    ctypes.memmove(peaks.address, values.ctypes.data, values.nbytes)
+    peaks.are_of(logits)
+    return peaks
+
+
 @settings(max_examples=150, deadline=None)
-@given(rows=st.lists(sample_rows(), max_size=6), seed=st.integers(0, 1 << 32))
-def test_it_chooses_and_tells_as_the_reference_does(rows: list[SampleRow], seed: int) -> None:
+@given(
+    rows=st.lists(sample_rows(), max_size=6), seed=st.integers(0, 1 << 32), known=st.sampled_from(["", "own", "others"])
+)
+def test_it_chooses_and_tells_as_the_reference_does(rows: list[SampleRow], seed: int, known: str) -> None:
+    """With the peaks of these logits at hand, or with those of other ones."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB, generator=generator) * 3  # (num_rows, VOCAB)
     before = logits.clone()
-    with compiled_sampler() as core:
+    other = torch.zeros(len(rows), VOCAB)
+    peaks = known_peaks(other if known == "others" else logits) if known else None
+    with compiled_sampler(peaks) as core:
         tokens, logprobs = core(logits, rows, PREVIOUS)
     expected_tokens, expected = sample(logits, rows, PREVIOUS)
     assert tokens.dtype == np.int64

@@ -115,6 +115,30 @@ class Slow(Hanging):
         return [*others, *ended]
 
 
+class Narrow(Hanging):
+    """Writes one block after the other, each in its time."""
+
+    BLOCK_S = TIMEOUT_S / 150
+
+    def __init__(self, store: TieredStore, blocks: LedgerBlocks) -> None:
+        super().__init__(store, blocks)
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._ending: list[tuple[float, PutDone]] = []
+
+    def poll(self) -> list[Completion]:
+        now_s, others = self.clock(), []
+        for done in super().poll():
+            if isinstance(done, PutDone):
+                begin_s = max([now_s, *(end_s for end_s, _ in self._ending[-1:])])
+                end_s = begin_s + self.BLOCK_S * len(done.statuses)
+                self._ending.append((end_s, replace(done, ended_s=end_s)))
+            else:
+                others.append(done)
+        ended = [done for end_s, done in self._ending if end_s <= now_s]
+        self._ending = [one for one in self._ending if one[0] > now_s]
+        return [*others, *ended]
+
+
 class Halting(SeededExecutor):
     """Threads that stay for ever in what they began while `is_halted`."""
 
@@ -312,6 +336,24 @@ def hung_save(num_blocks: int, *others: EngineRequest, **fields: Any) -> Rig:
     rig.send("first")
     rig.run()
     return rig
+
+
+def test_a_narrow_tier_is_given_what_it_writes_in_time() -> None:
+    """An eighth of the pool would take it longer than a tier has that does not hang."""
+    rng = random.Random(3)
+    rig = Rig(config_of(1600), [request(f"r{i}", prompt(rng, PROMPT), 1) for i in range(61)], make_hanging=Narrow)
+    assert isinstance(rig.hanging, Narrow)
+    rig.hanging.clock = rig.clock
+    rig.send("r0")
+    rig.run()
+    rig.step(20)  # how fast it is becomes known
+    rig.send(*list(rig.requests)[1:])
+    transfers, num_late = rig.core.scheduler.transfers, 0
+    for _ in range(round(2 * TIMEOUT_S / STEP_S)):
+        rig.step()
+        num_late += len(transfers.held_blocks(TIMEOUT_S))
+    assert not num_late and rig.ends() == {"length": 61}
+    rig.core.close()
 
 
 def test_who_fits_goes_on_past_who_does_not_and_that_one_ends_in_time() -> None:

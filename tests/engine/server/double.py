@@ -194,6 +194,7 @@ class DoubleCore:
             "resumptions": {"recomputed_tokens": 0, "swapped_out_bytes": 0, "swapped_in_bytes": 0},
             "waiting": dict.fromkeys(("turn", "leader", "lookup", "load", "swapped", "preempted"), 0),
             "harmful_hits": 0,
+            "given_up_loads": 0,
             "verify": {"shadow_one_in": 0, "checked": 0, "differing": 0, "skipped": 0},
             "block_size": BLOCK_SIZE,
             "residency": Residency().as_dict(),

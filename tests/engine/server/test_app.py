@@ -190,7 +190,7 @@ def test_the_timeline_of_a_request_is_asked_by_its_id(slow: Stack) -> None:
 
 def test_stats_have_the_documented_shape(stack: Stack) -> None:
     stats = stack.stats()
-    counters = ["lookup", "tiers", "preemptions", "resumptions", "harmful_hits", "verify"]
+    counters = ["lookup", "tiers", "preemptions", "resumptions", "harmful_hits", "given_up_loads", "verify"]
     assert list(stats) == ["model", "domain", "uptime_s", *counters]
     assert (stats["model"], stats["domain"]) == ("double", DOMAIN.hex())
     assert set(stats["lookup"]) == {"lookup_tokens", "hit_tokens", "hit_rate"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pagetier.engine.sampling_params import SamplingParams
-from pagetier.kernels.cpu.library import SAMPLE_ROW, Isa, Library, aligned_bytes
+from pagetier.kernels.cpu.library import SAMPLE_BLOCK, SAMPLE_ROW, Isa, Library, aligned_bytes
 
 
 def rows_of(logits: np.ndarray, params: Sequence[SamplingParams], numbers: Sequence[float]) -> np.ndarray:
@@ -29,6 +29,13 @@ def tell(rows: np.ndarray, raw: np.ndarray, num_top: int) -> tuple[np.ndarray, n
     rows["top_ids"] = [row.ctypes.data for row in ids]
     rows["top_logprobs"] = [row.ctypes.data for row in values]
     return ids, values
+
+
+def peaks_of(logits: np.ndarray) -> np.ndarray:
+    """(num_rows, blocks) the greatest of each block of logits (num_rows, vocab_size), NaN where there is one."""
+    starts = np.arange(0, logits.shape[1], SAMPLE_BLOCK)
+    peaks: np.ndarray = np.maximum.reduceat(logits, starts, axis=1)
+    return peaks
 
 
 def choose(core: Library, isa: Isa, rows: np.ndarray, vocab_size: int, num_threads: int = 1) -> list[int]:

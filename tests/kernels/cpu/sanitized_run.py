@@ -15,9 +15,9 @@ import torch
 
 from pagetier.engine.batch import Batch
 from pagetier.kernels.cpu.copying import StreamingCopier
-from pagetier.kernels.cpu.library import Isa, Library, OpKind
+from pagetier.kernels.cpu.library import SAMPLE_BLOCK, Isa, Library, OpKind
 from tests.kernels.cpu.op_calls import Case, bits, packed, packed_gated, run_op, simple_case
-from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
+from tests.kernels.cpu.sample_calls import choose, peaks_of, random_logits, random_params, rows_of, tell
 from tests.kernels.cpu.tiny_models import SHAPES, Rig, Setting, prompts, random_tensors, rig, tiny_config
 
 LENGTHS = (1, 40, 70)
@@ -49,6 +49,8 @@ def run_ops(core: Library, isa: Isa, dtype: torch.dtype) -> None:
             weight = packed(case, torch.ones(width, width, dtype=dtype))
             a = torch.ones(rows, width + width % 2, dtype=dtype)
             run_op(case, OpKind.GEMM, a, torch.zeros(rows, width), k=width, weight=weight, accumulate=1)
+            peaks = np.zeros((rows, -(-width // SAMPLE_BLOCK)), np.float32)
+            run_op(case, OpKind.GEMM, a, torch.zeros(rows, width), k=width, weight=weight, peaks=peaks.ctypes.data)
             gated = packed_gated(case, *torch.ones(2, width, width, dtype=dtype))
             if gated is not None:
                 run_op(case, OpKind.GEMM, a, torch.zeros(rows, width, dtype=dtype), k=width, weight=gated, gated=1)
@@ -74,7 +76,8 @@ def run_samples(core: Library, isa: Isa) -> None:
             logits = random_logits(rng, 4, vocab_size)
             logits[0, rng.integers(vocab_size)] = rng.choice([0.0, np.nan, np.inf, -np.inf])
             params = [random_params(rng, vocab_size) for _ in range(4)]
-            rows = rows_of(logits, params, rng.choice([0.0, 0.5, 1 - 2**-52], 4).tolist())
+            rows, peaks = rows_of(logits, params, rng.choice([0.0, 0.5, 1 - 2**-52], 4).tolist()), peaks_of(logits)
+            rows["peaks"] = [row.ctypes.data for row in peaks] if rng.integers(2) else 0
             kept = tell(rows, logits, int(rng.integers(min(vocab_size, 20) + 1)))
             choose(core, isa, rows, vocab_size, num_threads=2)
             del kept  # alive until here

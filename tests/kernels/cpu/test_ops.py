@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pagetier.kernels import reference
-from pagetier.kernels.cpu.library import Isa, OpKind
+from pagetier.kernels.cpu.library import SAMPLE_BLOCK, Isa, OpKind
 from pagetier.kernels.reference import PagedRows, RopeScaling
 from tests.kernels.cpu.op_calls import Case, bits, packed, packed_gated, run_op, simple_case
+from tests.kernels.cpu.sample_calls import peaks_of
 from tests.kernels.cpu.tiny_models import every_dtype, every_level
 
 WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576, 1000)
@@ -90,6 +92,24 @@ def test_gemm(n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa) -> None:
     assert_close(ours, exact + bias + old, torch.float32, atol)
     ours = run_op(case, OpKind.GEMM, padded, fresh.to(torch.bfloat16), k=k, weight=weight, bias=bits(bias))
     assert_close(ours, exact + bias, torch.bfloat16, atol)
+
+
+@every_level
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 3, 8, 97, 200])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 257, 5000])
+def test_a_gemm_tells_the_peaks_of_what_it_writes(n: int, rows: int, dtype: torch.dtype, isa: Isa) -> None:
+    """And of nothing else; a row whose values are NaN has NaN peaks."""
+    case, k = simple_case(isa, dtype, rows, num_threads=2), 8
+    a = random(rows, k).to(dtype)
+    a[rows // 2] = torch.nan
+    weight, fresh = packed(case, random(n, k, seed=1).to(dtype)), torch.full((rows, n + 3), torch.inf)
+    plain = run_op(case, OpKind.GEMM, a, fresh, n=n, k=k, weight=weight)
+    peaks = np.full((rows + 1, -(-n // SAMPLE_BLOCK)), 7.5, np.float32)
+    ours = run_op(case, OpKind.GEMM, a, fresh, n=n, k=k, weight=weight, peaks=peaks.ctypes.data)
+    assert torch.equal(ours.nan_to_num(), plain.nan_to_num())
+    np.testing.assert_array_equal(peaks[:rows], peaks_of(ours[:, :n].numpy()))
+    assert (peaks[rows] == 7.5).all()
 
 
 @every_level

@@ -190,6 +190,7 @@ F32, BF16 = torch.float32, torch.bfloat16
         (OpKind.GEMM, F32, (4, F32), (4, BF16), {"k": 4, "accumulate": 1}),
         (OpKind.GEMM, F32, (4, F32), (4, F32), {"k": 4, "gated": 1, "accumulate": 1}),
         (OpKind.GEMM, F32, (4, F32), (4, F32), {"k": 4, "gated": 1, "n": 5}),
+        (OpKind.GEMM, F32, (4, F32), (4, BF16), {"k": 4, "peaks": 64}),
         (OpKind.HEAD_NORM, F32, (11, F32), (11, F32), {"n": 4}),
         (OpKind.ROPE_KV, BF16, (12, BF16), (12, BF16), {"n": 4}),
         (OpKind.ATTENTION, F32, (11, F32), (4, F32), {}),

@@ -14,7 +14,7 @@ from pagetier.engine import sampler
 from pagetier.engine.random_stream import uniforms
 from pagetier.engine.sampling_params import SamplingParams
 from pagetier.kernels.cpu.library import Isa
-from tests.kernels.cpu.sample_calls import choose, random_logits, random_params, rows_of, tell
+from tests.kernels.cpu.sample_calls import choose, peaks_of, random_logits, random_params, rows_of, tell
 from tests.kernels.cpu.tiny_models import every_level, library, library_of
 
 NUM_ROWS = 5
@@ -37,8 +37,15 @@ def test_a_number_draws_the_token_that_the_reference_draws(isa: Isa, seed: int, 
     logits = random_logits(rng, NUM_ROWS, vocab_size)
     params = [random_params(rng, vocab_size) for _ in range(NUM_ROWS)]
     numbers = rng.choice([0.0, *rng.random(3).tolist(), LAST], NUM_ROWS).tolist()
-    tokens = choose(library_of(isa), isa, rows_of(logits, params, numbers), vocab_size)
-    assert tokens == [reference(*row) for row in zip(logits, params, numbers, strict=True)], params
+    rows, expected = (
+        rows_of(logits, params, numbers),
+        [reference(*row) for row in zip(logits, params, numbers, strict=True)],
+    )
+    assert choose(library_of(isa), isa, rows, vocab_size) == expected, params
+    peaks = peaks_of(logits)
+    rows["peaks"] = [row.ctypes.data for row in peaks]
+    assert choose(library_of(isa), isa, rows, vocab_size) == expected, params
+    np.testing.assert_array_equal(peaks, peaks_of(logits))
 
 
 @every_level
@@ -70,7 +77,10 @@ def test_broken_logits_give_numpys_argmax_and_leave_others_alone(
     if value < 0 and len(places) < 200:
         logits[0] = np.where(np.isin(np.arange(200), places), -1.0, -np.inf)  # -inf but for few
     params = [SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, top_k=5)] * 2
-    tokens = choose(library_of(isa), isa, rows_of(logits, params, [0.3, 0.3]), 200)
+    rows, peaks = rows_of(logits, params, [0.3, 0.3]), peaks_of(logits)
+    tokens = choose(library_of(isa), isa, rows, 200)
+    rows["peaks"] = [row.ctypes.data for row in peaks]
+    assert choose(library_of(isa), isa, rows, 200) == tokens
     assert tokens == [reference(row, params[0], 0.3) for row in logits]
     if temperature == 0.0 or not value < 0:
         assert tokens[0] == int(logits[0].argmax())
@@ -83,9 +93,12 @@ def test_logprobs_are_those_of_the_raw_row(isa: Isa, seed: int, vocab_size: int)
     """Ranks and ids exactly, values as far as the reference's float32 goes."""
     rng = np.random.default_rng(seed)
     raw, logits = random_logits(rng, NUM_ROWS, vocab_size), random_logits(rng, NUM_ROWS, vocab_size)
+    logits = raw if rng.integers(2) else logits
     num_top = min(vocab_size, int(rng.choice([0, 1, 20])))
     rows = rows_of(logits, [SamplingParams(temperature=1.0)] * NUM_ROWS, [0.5] * NUM_ROWS)
     ids, values = tell(rows, raw, num_top)
+    peaks = peaks_of(logits)
+    rows["peaks"] = [row.ctypes.data for row in peaks] if rng.integers(2) else 0
     tokens = choose(library_of(isa), isa, rows, vocab_size)
     for i, token in enumerate(tokens):
         if not np.isfinite(raw[i].max()):

@@ -107,7 +107,8 @@ def test_the_table_has_a_line_per_tier_and_the_total(server: tuple[str, Any]) ->
 def test_what_is_wrong_with_a_tier_is_said_in_words() -> None:
     text = shown(STATS)
     assert "breaker half-open, 3 errors, 1 corrupt" in text
-    assert "shadow" not in text
+    assert "shadow" not in text and "given up" not in text
+    assert "loads given up 3" in " ".join(shown(STATS | {"given_up_loads": 3}).split())
     verify = {"shadow_one_in": 1000, "checked": 2000, "differing": 1, "skipped": 0}
     assert "shadow check: 1 of 2,000 checked blocks were wrong" in " ".join(shown(STATS | {"verify": verify}).split())
     assert "up 1:02:03" in text and "400 of 1,000 lookup tokens" in text and "preemptions 3" in text
