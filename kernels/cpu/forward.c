@@ -45,6 +45,13 @@ static int64_t max_tasks(const pt_model *m) {
     return max_tokens(m) * m->num_kv_heads + PT_PARTIAL_BYTES / (int64_t)pt_partial_bytes(m);
 }
 
+/* What a worker widens rows of GEMMs into: no op reads more values of a row than the widest buffer has. */
+static size_t widened_bytes(const pt_model *m) {
+    int64_t values = PT_WIDENED_VALUES;
+    for (int32_t i = 0; i < m->num_buffers; i++) values = pt_max(values, PT_KERNEL_ROWS * (int64_t)m->buffers[i].width);
+    return (size_t)pt_ceil(values * 4, 64) * 64;
+}
+
 /* Lays the scratch out; its end. */
 static size_t lay_out(const pt_model *m, int32_t num_workers, char *base, run *r) {
     size_t at = 0, half = (size_t)m->head_dim / 2;
@@ -56,7 +63,8 @@ static size_t lay_out(const pt_model *m, int32_t num_workers, char *base, run *r
     size_t sines = pt_take(&at, (size_t)max_tokens(m) * half * 4);
     size_t partials = pt_take(&at, PT_PARTIAL_BYTES);
     size_t carried = pt_take(&at, (size_t)(max_tokens(m) * m->num_heads) * pt_partial_bytes(m));
-    size_t worker_bytes = pt_attention_worker_bytes(m);
+    size_t worker_bytes = pt_attention_worker_bytes(m), widened = widened_bytes(m);
+    if (worker_bytes < widened) worker_bytes = widened;
     size_t workers = pt_take(&at, worker_bytes * (size_t)num_workers);
     if (r != NULL) {
         r->lists.groups = (pt_row_group *)(base + groups);
@@ -286,15 +294,16 @@ static void find_peaks(const run *r, int64_t first, int64_t end, int64_t row, in
 }
 
 static void run_gemm_task(void *arg, int64_t task, int32_t worker) {
-    (void)worker;
     const run *r = arg;
+    pt_gemm g = r->gemm;
+    g.widened = (float *)(r->workers + (size_t)worker * r->worker_bytes);
     const int64_t row_tasks = pt_ceil(r->gemm.m, r->rows_per_task);
     const int64_t panels = num_panels(r);
     const int64_t first_panel = task / row_tasks * r->panels_per_task, row = task % row_tasks * r->rows_per_task;
     void (*gemm)(const pt_gemm *, int64_t, int64_t, int64_t, int64_t) =
         r->model->dtype == PT_BF16 ? r->kernels->gemm_bf16 : r->kernels->gemm_f32;
     const int64_t num_rows = pt_min(r->rows_per_task, r->gemm.m - row);
-    gemm(&r->gemm, first_panel, pt_min(r->panels_per_task, panels - first_panel), row, num_rows);
+    gemm(&g, first_panel, pt_min(r->panels_per_task, panels - first_panel), row, num_rows);
     if (r->op->peaks != NULL) {
         const int64_t first = first_panel * r->kernels->panel;
         find_peaks(r, first, pt_min(r->gemm.n, first + r->panels_per_task * r->kernels->panel), row, num_rows);

@@ -50,8 +50,16 @@ typedef struct {
     int64_t ldo;
     int64_t m, n, k;
     int32_t accumulate, out_bf16, gated;
+    float *widened; /* room for pt_widened_rows(k) rows in fp32, at levels without bf16 products */
     const char *ahead; /* memory to ask for meanwhile, a cache line for each k or pair of k; NULL: the next panel */
 } pt_gemm;
+
+/* Rows of bf16 that are widened at a time: what a second cache holds beside weights; a kernel's worth at least. */
+#define PT_WIDENED_VALUES (1 << 16)
+#define PT_KERNEL_ROWS 12
+static inline int64_t pt_widened_rows(int64_t k) {
+    return pt_max(1, PT_WIDENED_VALUES / PT_KERNEL_ROWS / pt_max(1, k)) * PT_KERNEL_ROWS;
+}
 
 /* Attention over one layer of the pool; see attention.h. */
 typedef struct {

@@ -23,7 +23,10 @@
 #include "softmax.inc"
 
 #include "attention.inc"
-#define LEVEL_ATTENTION_BF16(x) NAME(f32_##x)
+
+#define ATTENTION_PAIRS
+#include "attention.inc"
+#define LEVEL_ATTENTION_BF16(x) NAME(pairs_##x)
 
 #include "level.inc"
 #endif

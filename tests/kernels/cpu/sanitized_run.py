@@ -54,6 +54,9 @@ def run_ops(core: Library, isa: Isa, dtype: torch.dtype) -> None:
             gated = packed_gated(case, *torch.ones(2, width, width, dtype=dtype))
             if gated is not None:
                 run_op(case, OpKind.GEMM, a, torch.zeros(rows, width, dtype=dtype), k=width, weight=gated, gated=1)
+    case = simple_case(isa, dtype, 13, core=core)  # wide rows, which a level may widen a few at a time
+    weight, a = packed(case, torch.ones(7, 6001, dtype=dtype)), torch.ones(13, 6002, dtype=dtype)
+    run_op(case, OpKind.GEMM, a, torch.zeros(13, 7), k=6001, weight=weight)
     for heads, kv_heads, dim, block_size in ((3, 1, 64, 16), (2, 2, 80, 8), (50, 1, 12, 16), (1, 1, 256, 64)):
         contexts = [(1100, 1), (0, 9), (513, 2), (1130, 1), (1130, 1), (1100, 40), (1090, 3)]
         counts = [-(-(first + n) // block_size) for first, n in contexts]

@@ -69,10 +69,11 @@ def test_embed_and_gather_copy(dtype: torch.dtype, isa: Isa) -> None:
 @every_level
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 100])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 16), (33, 7), (64, 64), (129, 50), (257, 576), (31, 1537)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 16), (33, 7), (64, 64), (129, 50), (257, 576), (31, 1537), (3, 6001)])
 def test_gemm(n: int, k: int, rows: int, dtype: torch.dtype, isa: Isa) -> None:
     """With bias, accumulated, and out in bf16. Each of k sums rounds by 2^-24 of a partial sum of some sqrt(k), at
-    random: 2^-24 * k, and four of that for the largest of thousands. Products of bf16 are exact."""
+    random: 2^-24 * k, and four of that for the largest of thousands. Products of bf16 are exact. Rows of 6,001 are more
+    than a level widens at once."""
     a, w, bias, old = (
         random(rows, k).to(dtype),
         random(n, k, seed=1).to(dtype),
