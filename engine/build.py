@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What to serve and with how much. Each field is the `serve` flag of the same name (docs/cli.md).
+    """What to serve and with how much. Each field is the `serve` flag of the same name.
 
     kv_cache_memory: device pool in bytes on CPU; 2 GiB holds 91,000 tokens of the default model in bf16.
     threads: that run the model on a CPU; 0 is one for each core this process may use. threads_bind: the CPUs that the

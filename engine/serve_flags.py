@@ -116,7 +116,7 @@ class ServeFlags:
         _option(
             "--admin-token",
             panel=SERVER,
-            text="What /admin/ asks for; without one it answers local programs only.",
+            text="What /admin/, /top, /pin, /purge and the like ask for; without one they answer local programs only.",
             envvar="PAGETIER_ADMIN_TOKEN",
         ),
     ] = None
@@ -196,7 +196,7 @@ class ServeFlags:
             "grpcs://host:port?ca=FILE, with ?token_file=FILE where it has a token.",
         ),
     ] = None
-    kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Host arena, e.g. 4GiB; 0: none.")] = "0"
+    kv_host_size: Annotated[str, tier_option("--kv-host-size", text="Host arena, e.g. 4GiB; default 0: none.")] = "0"
     kv_write_policy: Annotated[str, tier_option("--kv-write-policy", text=WRITE_POLICY_HELP)] = ""
     kv_transfer_timeout: Annotated[float, tier_option("--kv-transfer-timeout", text=TRANSFER_TIMEOUT_HELP)] = (
         TRANSFER_TIMEOUT_S

@@ -131,7 +131,7 @@ class StoreConfig:
     """What to build a store of. Sizes in bytes; each is the `serve` flag of the same name, but for `copier`.
 
     tiers: lower tiers in hierarchy order, fastest first; default none. `host` may be left out: host_size adds it.
-    host_size: host arena; 0 (the default on CPU) leaves the tier out, there NVMe and Redis read straight into the pool.
+    host_size: host arena; 0, the default, leaves the tier out: NVMe and Redis read straight into a CPU's pool.
     nvme_path: None is `<cache>/nvme`; several, joined by commas, share the size evenly.
     nvme_size: 20 GiB holds some 900,000 tokens of a 135M model.
     nvme_io: auto uses O_DIRECT where the file system has it. nvme_fsync: segment, so a power cut loses one segment at

@@ -10,8 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagetier.engine.identity import checked_weights_version
-from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
-from pagetier.engine.server.errors import ApiError, engine_dead
+from pagetier.engine.server.asking import asking
+from pagetier.engine.server.engine_client import EngineClient
+from pagetier.engine.server.errors import ApiError
 from pagetier.engine.server.guards import check_admin, read_body
 from pagetier.kvstore.errors import ConfigError
 
@@ -24,12 +25,8 @@ def add_admin_routes(app: FastAPI, client: EngineClient, admin_token: str | None
         """The weights were changed in place: from now on no KV of before is used, on the device or in any tier."""
         check_admin(request, admin_token, api_key)
         version = _version(await read_body(request))
-        try:
+        with asking(SET_TIMEOUT_S, "it will still do it"):
             await client.set_weights_version(version, SET_TIMEOUT_S)
-        except EngineDeadError as error:
-            raise engine_dead(str(error)) from None
-        except TimeoutError:
-            raise ApiError(503, f"the engine did not answer within {SET_TIMEOUT_S:g} s; it will still do it") from None
         return JSONResponse({"weights_version": version, "domain": client.ready.domain.hex()})
 
 

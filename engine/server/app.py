@@ -7,12 +7,11 @@ Owns routes and what a request passes before it is generated: key, model, queue.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagetier.engine.metrics import ServerMetrics
 from pagetier.engine.server.admin import add_admin_routes
+from pagetier.engine.server.asking import asking
 from pagetier.engine.server.cache_routes import CacheDesk, add_cache_routes
 from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
 from pagetier.engine.server.errors import ApiError, engine_dead, queue_full, shutting_down
@@ -230,7 +230,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/stats")
     async def stats(request: Request) -> Response:
         check_key(request, service.api_key)
-        counters = await _engine_stats(service)
+        with asking(STATS_TIMEOUT_S):
+            counters = await service.client.stats(STATS_TIMEOUT_S)
         return JSONResponse(
             {
                 "model": service.model_names[0],
@@ -253,7 +254,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def timelines(request_id: str, request: Request) -> Response:
         """What happened to a request under way or one of the last that ended: queued, computed, preempted, loaded."""
         check_key(request, service.api_key)
-        with _engine_errors():
+        with asking(STATS_TIMEOUT_S):
             sequences = await service.client.timelines(request_id, STATS_TIMEOUT_S)
         if not sequences:
             raise ApiError(404, f"request {request_id!r} is not known, or ended too long ago", code="request_not_found")
@@ -275,22 +276,6 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         except (EngineDeadError, TimeoutError):
             counters = None
         return Response(service.metrics.scrape(counters), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _engine_stats(service: Service) -> dict[str, Any]:
-    with _engine_errors():
-        return await service.client.stats(STATS_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _engine_errors() -> Iterator[None]:
-    """A question to the engine that fails is an ApiError."""
-    try:
-        yield
-    except EngineDeadError as error:
-        raise engine_dead(str(error)) from None
-    except TimeoutError:
-        raise ApiError(503, f"the engine did not answer within {STATS_TIMEOUT_S:g} s; try again") from None
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:

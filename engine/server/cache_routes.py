@@ -17,6 +17,7 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from pagetier.engine.server.asking import asking
 from pagetier.engine.server.cache_protocol import (
     PinFields,
     PrefixFields,
@@ -27,13 +28,12 @@ from pagetier.engine.server.cache_protocol import (
     parse_fields,
     parse_key,
 )
-from pagetier.engine.server.engine_client import EngineClient, EngineDeadError
-from pagetier.engine.server.errors import ApiError, engine_dead
+from pagetier.engine.server.engine_client import EngineClient
+from pagetier.engine.server.errors import ApiError
 from pagetier.engine.server.event_hub import EventHub
 from pagetier.engine.server.guards import check_admin, check_key, read_body
 from pagetier.engine.server.preparation import Preparer
 from pagetier.engine.tokenizer import Tokenizer
-from pagetier.kvstore.errors import ConfigError, PagetierError
 from pagetier.kvstore.identity import CacheIdentity
 
 ASK_TIMEOUT_S = 15.0
@@ -56,16 +56,8 @@ class CacheDesk:
 
     async def ask(self, verb: str, fields: dict[str, Any], timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
         """The engine's answer. Raises ApiError."""
-        try:
+        with asking(timeout_s):
             return await self.client.ask(verb, fields, timeout_s)
-        except EngineDeadError as error:
-            raise engine_dead(str(error)) from None
-        except TimeoutError:
-            raise ApiError(503, f"the engine did not answer within {timeout_s:g} s; try again") from None
-        except ConfigError as error:
-            raise ApiError(400, str(error)) from None
-        except PagetierError as error:
-            raise ApiError(500, str(error)) from None
 
     async def prefix(self, fields: PrefixFields) -> dict[str, Any]:
         """The prompt of a question as the engine wants it."""
@@ -130,7 +122,8 @@ def _add_questions(app: FastAPI, desk: CacheDesk) -> None:
         """How fast each tier is now, and what its counters say; a few blocks are written and removed for that."""
         desk.check_admin(request)
         told = await desk.ask("doctor", {}, DOCTOR_TIMEOUT_S)
-        stats = await desk.client.stats(ASK_TIMEOUT_S)
+        with asking(ASK_TIMEOUT_S):
+            stats = await desk.client.stats(ASK_TIMEOUT_S)
         ready = desk.client.ready
         tiers = {name: {**stats["tiers"].get(name, {}), **told["tiers"].get(name, {})} for name in ready.tiers}
         identity = CacheIdentity.decode(ready.identity).as_dict()

@@ -70,6 +70,10 @@ def engine_dead(reason: str) -> ApiError:
     return ApiError(503, f"the engine died: {reason}; restart the server", code="engine_dead")
 
 
+def engine_silent(timeout_s: float, consequence: str = "try again") -> ApiError:
+    return ApiError(503, f"the engine did not answer within {timeout_s:g} s; {consequence}", code="engine_silent")
+
+
 def tiers_hang(reason: str) -> ApiError:
     """reason: the engine's line. A tier's breaker tries it again after 30 s at the latest."""
     return ApiError(503, reason, code="kv_tiers_hang", headers={"Retry-After": "30"})

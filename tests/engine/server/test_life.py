@@ -264,3 +264,26 @@ def test_an_idle_server_ends_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE_S) == 0
         assert server.process.stderr is not None and server.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("GET", path) for path in ("/stats", "/v1/requests/x", "/query?prompt=a", "/top", "/pins", "/doctor")),
+        *(("POST", path) for path in ("/query", "/pin", "/unpin", "/purge", "/admin/weights_version")),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_503_and_says_so(
+    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every route that asks it."""
+
+    async def silence(*_args: Any) -> None:
+        raise TimeoutError
+
+    with running_stack() as stack:
+        monkeypatch.setattr(EngineClient, "_ask", silence)
+        bodies = {path: {"prompt": "a"} for path in ("/query", "/pin", "/unpin", "/purge")}
+        answer = stack.http.request(method, path, json=bodies.get(path))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_silent"), answer.text
+        assert stack.http.get("/metrics").status_code == 200
