@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0002  # the runner's thread comes out of a kernel to find planning at work: 5 ms is half a step
-GC_THRESHOLDS = (1_000_000, 20, 50)  # objects more than before: some 100,000 waiting requests. A collection of 50,000
-# takes 20 ms, and in a growing queue finds nothing
+GC_THRESHOLDS = (1_000_000, 20, 50)  # objects more than before: 100,000 short prompts that wait, or 160 of 100,000
+# tokens. A collection of 50,000 takes 20 ms, and in a growing queue finds nothing
 MIN_COLLECTED = 20_000  # objects, below which a process at rest is left alone
 
 

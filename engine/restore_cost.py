@@ -44,7 +44,7 @@ class RestoreCost:
         self._loads.add(num_blocks, elapsed_s)
 
     def observe_save(self, num_blocks: int, elapsed_s: float) -> None:
-        """A save likewise."""
+        """A save likewise, less the time in which it waited for others."""
         self._saves.add(num_blocks, elapsed_s)
 
     def num_saved_in(self, seconds: float) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Transfers:
         self._destinations: dict[int, list[int]] = {}
         self._saves: dict[int, list[Node]] = {}
         self._num_saving = 0  # blocks in all of them
+        self._save_ended_s = -math.inf  # the last of them; what was begun before has waited for it
         self._min_saving = min(MIN_SAVED_BLOCKS, -(-pool.num_blocks // 2))
         self._max_saving = max(int(SAVED_SHARE * pool.num_blocks), self._min_saving)
         self._swaps: dict[Request, _Swap] = {}
@@ -152,7 +154,8 @@ class Transfers:
     def save_room(self) -> int:
         """Blocks that may be saved besides those under way: of a slow tier no more than it soon has written, so that it
         is not taken for one that hangs."""
-        in_time = self.cost.num_saved_in(SAVED_TIME * self._timeout_s)
+        soon_s = SAVED_TIME * self._timeout_s
+        in_time = 0 if self._has_older_than(soon_s) else self.cost.num_saved_in(soon_s)
         most = self._max_saving if in_time is None else min(self._max_saving, max(self._min_saving, in_time))
         return max(0, most - self._num_saving)
 
@@ -264,8 +267,11 @@ class Transfers:
     @property
     def is_stuck(self) -> bool:
         """Whether one of them has been under way for so long that more should not be begun without need."""
+        return self._has_older_than(PATIENCE_S)
+
+    def _has_older_than(self, age_s: float) -> bool:
         oldest_s = next(iter(self._started_s.values()), None)
-        return oldest_s is not None and oldest_s < self._clock() - PATIENCE_S
+        return oldest_s is not None and oldest_s < self._clock() - age_s
 
     def passing_blocks(self) -> Iterator[list[int]]:
         """Blocks of saves and of loads that began a moment ago, a list for each. Once a load has been answered, nobody
@@ -288,7 +294,8 @@ class Transfers:
 
     def _end_load(self, done: LoadDone) -> Loaded | None:
         request, first = self._loads.pop(done.job), self._first.pop(done.job)
-        took_s = self._took_s(done)
+        started_s, ended_s = self._times_of(done)
+        took_s = ended_s - started_s
         if took_s <= self._timeout_s:  # a tier that hung says nothing of what it costs
             self.cost.observe_load(len(done.statuses), took_s)
         if done.quiesced:
@@ -307,18 +314,20 @@ class Transfers:
         request.job = None
         return Loaded(request, tuple(tiers), done.quiesced)
 
-    def _took_s(self, done: LoadDone | PutDone) -> float:
-        """From its submission to its end, which a step may have passed before anybody asked."""
+    def _times_of(self, done: LoadDone | PutDone) -> tuple[float, float]:
+        """Its submission and its end, which a step may have passed before anybody asked."""
         started_s, now_s = self._started_s.pop(done.job), self._clock()
         ended_s = now_s if done.ended_s is None else done.ended_s
-        return min(max(ended_s, started_s), now_s) - started_s
+        return started_s, min(max(ended_s, started_s), now_s)
 
     def _end_save(self, done: PutDone) -> None:
         nodes = self._saves.pop(done.job)
         self._num_saving -= len(nodes)
         for swap in self._swaps.values():
             swap.saves.discard(done.job)
-        took_s = self._took_s(done)
+        started_s, ended_s = self._times_of(done)
+        took_s = ended_s - max(started_s, min(self._save_ended_s, ended_s))  # written one after the other
+        self._save_ended_s = max(self._save_ended_s, ended_s)
         num_written = sum(status not in NOT_WRITTEN for status in done.statuses)
         if num_written and took_s <= self._timeout_s:
             self.cost.observe_save(num_written, took_s)

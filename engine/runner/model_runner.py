@@ -104,12 +104,12 @@ class ModelRunner:
         """Start a batch. Its faults, bad ids included, are raised by its `collect`."""
         assert not self._closed, "launch after close"
         assert self._num_outstanding < MAX_OUTSTANDING, "more than two batches outstanding"
-        self._num_outstanding += 1
         is_torch = self.model.core_sampler is None
         token_ids: I32 | I64 = batch.token_ids.astype(np.int64) if is_torch else batch.token_ids.copy()
         sourced = np.flatnonzero(batch.token_sources >= 0)
         launched = Launched(batch, token_ids, torch.from_numpy(token_ids), sourced, batch.token_sources[sourced])
         self.model.prepare(batch)
+        self._num_outstanding += 1  # from here on there will be a result
         if self._thread is None:
             self._results.put(self._outcome(launched))
         else:
@@ -122,7 +122,10 @@ class ModelRunner:
         result = self._results.get()
         self._num_outstanding -= 1
         if isinstance(result, BaseException):
-            raise result
+            try:
+                raise result
+            finally:
+                del result  # else exception and frame keep each other, and all that the batch had made
         return result
 
     def close(self) -> None:

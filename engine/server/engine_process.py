@@ -178,7 +178,8 @@ class EngineLoop:
         self._link.send(self._engine.ready)
         while not self._done():
             self._wait()
-            if not self._drain() and not self._core.has_work():
+            self._drain()
+            if not self._core.has_work():
                 collect_at_rest()
             self._step()
             self._tell()
@@ -221,12 +222,12 @@ class EngineLoop:
         self._running_end_s = now = time.monotonic()
         self._end_s = now + timeout_s
 
-    def _drain(self) -> bool:
-        """Take in what was sent; whether there was something."""
-        for number in range(MAX_DRAIN):
+    def _drain(self) -> None:
+        """Take in what was sent."""
+        for _ in range(MAX_DRAIN):
             message = self._link.take()
             if message is None:
-                return number > 0
+                return
             match message:
                 case wire.Submit(request):
                     self._submit(request)
@@ -247,7 +248,6 @@ class EngineLoop:
                     self._end_by(timeout_s)
                 case _:
                     logger.warning("dropped a message to the engine: unexpected %s", type(message).__name__)
-        return True
 
     def _report(self, ticket: int, fields: dict[str, Any], error: PagetierError | None) -> None:
         """Any thread: the answer to a question."""

@@ -58,7 +58,7 @@ typedef struct {
 #define PT_WIDENED_VALUES (1 << 16)
 #define PT_KERNEL_ROWS 12
 static inline int64_t pt_widened_rows(int64_t k) {
-    return pt_max(1, PT_WIDENED_VALUES / PT_KERNEL_ROWS / pt_max(1, k)) * PT_KERNEL_ROWS;
+    return pt_max(1, PT_WIDENED_VALUES / PT_KERNEL_ROWS / pt_max(2, k + k % 2)) * PT_KERNEL_ROWS;
 }
 
 /* Attention over one layer of the pool; see attention.h. */

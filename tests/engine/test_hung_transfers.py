@@ -19,7 +19,7 @@ from pagetier.engine.config import PREEMPTION_MODES, EngineConfig
 from pagetier.engine.core import EngineCore
 from pagetier.engine.messages import TIERS_HANG, EngineRequest
 from pagetier.engine.policies.make import POLICIES
-from pagetier.engine.transfers import PATIENCE_S
+from pagetier.engine.transfers import MIN_SAVED_BLOCKS, PATIENCE_S
 from pagetier.kvstore.block import BlockName, BlockStatus, Part
 from pagetier.kvstore.errors import ConfigError
 from pagetier.kvstore.executor import SeededExecutor, Task
@@ -353,6 +353,36 @@ def test_a_narrow_tier_is_given_what_it_writes_in_time() -> None:
         rig.step()
         num_late += len(transfers.held_blocks(TIMEOUT_S))
     assert not num_late and rig.ends() == {"length": 61}
+    rig.core.close()
+
+
+def narrow_rig(block_s: float) -> Rig:
+    rng = random.Random(4)
+    rig = Rig(config_of(1600), [request(f"r{i}", prompt(rng, PROMPT), 1) for i in range(30)], make_hanging=Narrow)
+    assert isinstance(rig.hanging, Narrow)
+    rig.hanging.clock, rig.hanging.BLOCK_S = rig.clock, block_s
+    return rig
+
+
+def test_saves_that_waited_for_one_another_are_no_slower_for_it() -> None:
+    """A burst as large as may be leaves as much room for the next one, if it was written in time."""
+    rig = narrow_rig(block_s=0.012)
+    transfers = rig.core.scheduler.transfers
+    room = transfers.save_room
+    rig.send(*rig.requests)
+    rig.run()
+    rig.step(round(5 / STEP_S))
+    assert room == 200 and transfers.save_room == room
+    rig.core.close()
+
+
+def test_a_tier_that_has_never_written_in_time_is_given_little() -> None:
+    rig = narrow_rig(block_s=TIMEOUT_S / 4)
+    transfers = rig.core.scheduler.transfers
+    for name in rig.requests:
+        rig.send(name)
+        rig.step(round(TIMEOUT_S / 10 / STEP_S))
+    assert transfers.save_room == 0 and len(transfers.held_blocks(0.0)) == MIN_SAVED_BLOCKS
     rig.core.close()
 
 

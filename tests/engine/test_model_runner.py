@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pagetier.benchmarks.static_rows import Row, StaticRows
 from pagetier.engine.batch import Batch, SampleRow, StepResult
@@ -274,6 +278,45 @@ def test_what_is_collected_is_in_the_pool_even_without_samples(threaded: bool) -
         torch.cuda.current_stream().synchronize()
     runner.close()
     assert bool((saved == 1.0).all())
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_batch_that_was_not_launched_has_no_result(threaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stops it on the way there: nobody waits for it, and the one before it can be collected."""
+    with runner_of(case(), threaded=threaded) as runner:
+        static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
+        rows = [static.add([1, 2, 3]), static.add([4, 5])]
+        runner.launch(static.batch([(rows[0], 3)]))
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(runner.model, "prepare", Mock(side_effect=MemoryError))
+            runner.launch(static.batch([(rows[1], 2)]))
+        assert runner.collect().token_ids.tolist() == [int(case().logits([1, 2, 3])[-1].argmax())]
+        with pytest.raises(RuntimeError, match="nothing launched"):
+            runner.collect()
+
+
+@every_kind
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_failed_batch_leaves_nothing_behind(threaded: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exception keeps no frame that keeps the exception: logits are tens of megabytes, and the collector rests."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def forward(*_args: Any) -> Tensor:
+        logits = torch.zeros(4)
+        made.append(weakref.ref(logits))
+        raise ValueError(f"{logits.shape} is told")
+
+    with runner_of(case(), threaded=threaded, kind=kind) as runner:
+        static = StaticRows(NUM_BLOCKS, BLOCK_SIZE)
+        row = static.add([1, 2, 3])
+        monkeypatch.setattr(runner.model, "forward", forward)
+        gc.disable()
+        try:
+            with pytest.raises(ValueError, match="is told"):
+                run(runner, static.batch([(row, 3)]))
+            assert made[0]() is None
+        finally:
+            gc.enable()
 
 
 def test_a_batch_that_was_made_ready_and_never_ran_is_forgotten() -> None:

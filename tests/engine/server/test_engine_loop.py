@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pagetier.engine.interpreter import MIN_COLLECTED, calm_the_collector
+from pagetier.engine.server import wire
 from pagetier.engine.server.engine_process import STALL_POLL_MS, EngineLink, EngineLoop, ServedEngine
 from pagetier.engine.server.wire import Ready
 
@@ -22,6 +23,9 @@ class Waiting:
 
     def has_work(self) -> bool:
         return self.num_steps < 4
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
     def step(self) -> list[Any]:
         self.num_steps += 1
@@ -62,6 +66,21 @@ def test_it_waits_between_steps_exactly_while_the_core_waits_for_a_tier(waits_fo
     assert link.waits_ms == [0, *[STALL_POLL_MS if waits_for_store else 0] * 3]
 
 
+class Watched(Silent):
+    """Somebody asks for figures all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queries: list[wire.StatsQuery] = []
+
+    def wait(self, timeout_ms: int) -> list[int]:
+        self._queries.append(wire.StatsQuery(1))
+        return super().wait(timeout_ms)
+
+    def take(self) -> wire.StatsQuery | None:  # type: ignore[override]
+        return self._queries.pop() if self._queries else None
+
+
 class Ring:
     """Refers to itself, so that only the collector ends it."""
 
@@ -69,10 +88,11 @@ class Ring:
         self.own = self
 
 
+@pytest.mark.parametrize("kind", [Silent, Watched])
 @pytest.mark.parametrize("num_steps", [0, 4])
-def test_what_goes_in_circles_goes_once_there_is_nothing_to_do(num_steps: int) -> None:
+def test_what_goes_in_circles_goes_once_there_is_nothing_to_do(num_steps: int, kind: type[Silent]) -> None:
     """And not while there is: a walk through all waiting requests would be the longest part of a step."""
-    core, link = Waiting(waits_for_store=False), Silent()
+    core, link = Waiting(waits_for_store=False), kind()
     core.num_steps = 4 - num_steps
     engine = ServedEngine(cast(Any, core), cast(Ready, None), close=lambda _: None, set_weights_version=str.encode)
     loop = EngineLoop(engine, cast(EngineLink, link), shutdown_timeout_s=0.0, lifeline=None)
