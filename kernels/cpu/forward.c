@@ -48,7 +48,7 @@ static int64_t max_tasks(const pt_model *m) {
 /* What a worker widens rows of GEMMs into: no op reads more values of a row than the widest buffer has. */
 static size_t widened_bytes(const pt_model *m) {
     int64_t values = PT_WIDENED_VALUES;
-    for (int32_t i = 0; i < m->num_buffers; i++) values = pt_max(values, PT_KERNEL_ROWS * (int64_t)m->buffers[i].width);
+    for (int32_t i = 0; i < m->num_buffers; i++) values = pt_max(values, PT_KERNEL_ROWS * pt_widened_width(m->buffers[i].width));
     return (size_t)pt_ceil(values * 4, 64) * 64;
 }
 

@@ -57,8 +57,10 @@ typedef struct {
 /* Rows of bf16 that are widened at a time: what a second cache holds beside weights; a kernel's worth at least. */
 #define PT_WIDENED_VALUES (1 << 16)
 #define PT_KERNEL_ROWS 12
+/* A row in whole cache lines and one more: at widths of 1,024 and so on, rows would all lie in the same few sets. */
+static inline int64_t pt_widened_width(int64_t k) { return k / 16 * 16 + 32; }
 static inline int64_t pt_widened_rows(int64_t k) {
-    return pt_max(1, PT_WIDENED_VALUES / PT_KERNEL_ROWS / pt_max(2, k + k % 2)) * PT_KERNEL_ROWS;
+    return pt_max(1, PT_WIDENED_VALUES / PT_KERNEL_ROWS / pt_widened_width(k)) * PT_KERNEL_ROWS;
 }
 
 /* Attention over one layer of the pool; see attention.h. */
