@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,15 @@ def test_the_best_of_are_the_likeliest(checkpoint: Path) -> None:
     assert [output.cumulative_logprob for output in best] == pytest.approx([sums[i] for i in order])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, even where the tests were begun by a shell that had it ignored, as one does for `make test &`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_interrupted_call_leaves_an_engine_that_goes_on(checkpoint: Path, depth: int) -> None:
     """Ctrl-C at any moment: the call ends at once, and the next one is right."""
